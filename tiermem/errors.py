@@ -1,7 +1,8 @@
 """The errors that tiermem raises, all of them a TiermemError, and how their numbers are written.
 
-Each is also of the built-in family that a caller would expect (ValueError, MemoryError, OSError, RuntimeError),
-carries its numbers as attributes, and survives pickling, since a worker process may be the one that raises it.
+Each is also of the built-in family that a caller would expect (ValueError, MemoryError, OSError,
+RuntimeError), carries its numbers as attributes, and survives pickling, since a worker process may be the one
+that raises it.
 """
 
 import os
@@ -13,13 +14,13 @@ def format_bytes(nbytes: int) -> str:
     """`nbytes` for people: "512 B", "1.50 GiB" (powers of 1024, two decimals)."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
-    amount = float(nbytes)
-    for unit in _BINARY_UNITS:
+    amount = nbytes / 1024
+    power = 0
+    # 1023.995 would be written as 1024.00, which is 1.00 of the next unit.
+    while abs(amount) >= 1023.995 and power < len(_BINARY_UNITS) - 1:
         amount /= 1024
-        # 1023.995 would be written as 1024.00, which is 1.00 of the next unit.
-        if abs(amount) < 1023.995:
-            break
-    return f"{amount:.2f} {unit}"
+        power += 1
+    return f"{amount:.2f} {_BINARY_UNITS[power]}"
 
 
 class TiermemError(Exception):
@@ -29,8 +30,8 @@ class TiermemError(Exception):
 class ConfigError(TiermemError, ValueError):
     """A configuration that is refused, with every problem found in it.
 
-    `problems` has one sentence for each, `source` names what was read: a file's path, "dict", or None when the
-    problem shows only later, as when a pattern of units matches no module.
+    `problems` has one sentence for each, `source` names what was read: a file's path, "dict", or None when
+    the problem shows only later, as when a pattern of units matches no module.
     """
 
     def __init__(self, *problems: str, source: str | None = None) -> None:
@@ -49,8 +50,8 @@ class BudgetError(TiermemError, MemoryError):
     """More bytes were asked of a tier than its budget can ever give.
 
     `asked` and `had` are in bytes, `had` being what the budget left for this; `tier` is the tier's name;
-    `smallest` is the smallest budget in bytes that would do, None when it is not known; `what` names what the bytes
-    were for; `arithmetic` says how the numbers came about.
+    `smallest` is the smallest budget in bytes that would do, None when it is not known; `what` names what the
+    bytes were for; `arithmetic` says how the numbers came about.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class BudgetError(TiermemError, MemoryError):
 class TransferError(TiermemError, OSError):
     """A page could not be copied from one tier to another; the copy at its source is still good.
 
-    `page` describes the page, `source` and `destination` are the tiers' names, `path` is the file concerned (None
-    when there is none), `errno` the system's number for the failure (0 when it has none, as for a short read),
-    `detail` what else is known.
+    `page` describes the page, `source` and `destination` are the tiers' names, `path` is the file concerned
+    (None when there is none), `errno` the system's number for the failure (0 when it has none, as for a short
+    read), `detail` what else is known.
     """
 
     def __init__(
