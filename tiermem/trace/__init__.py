@@ -1,6 +1,6 @@
 """The trace: the list of everything that happened to the pages of a run, and when and why.
 
-The pager writes it with `Trace`, `tiermem.trace.reader` reads it, also while it is being written.
+The pager writes it with `Trace`, `tiermem.trace.reader.TraceFile` reads it, also while it is being written.
 """
 
 from tiermem.trace.errors import TraceError

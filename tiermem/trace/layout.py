@@ -12,6 +12,9 @@ VERSION = 1
 # follows, number of records (-1 while the file is being written).
 HEADER = struct.Struct("<8sHBBIIIq")
 
+STATE_OFFSET = 10
+NUM_RECORDS_OFFSET = 24
+
 OPEN = 0
 CLOSED = 1
 STOPPED = 2  # the disk was full: what happened afterwards is not in the file

@@ -11,7 +11,6 @@ import hashlib
 import json
 import mmap
 import os
-import stat
 import tempfile
 import time
 import warnings
@@ -29,12 +28,15 @@ from tiermem.trace.layout import (
     FIRST_RECORD_ALIGNMENT,
     HEADER,
     MAGIC,
+    NUM_RECORDS_OFFSET,
     OPEN,
     RECORD,
+    STATE_OFFSET,
     STOPPED,
     VERSION,
     WINDOW,
 )
+from tiermem.trace.place import reason, replaceable
 
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
 
@@ -83,7 +85,11 @@ class Trace:
         where = Path(path)
         header, first = _header(units, pages, budgets, meta or {})
         fd = _create(where, header, first)
-        return cls(where, fd, first)
+        try:
+            return cls(where, fd, first)
+        except OSError as error:
+            os.close(fd)
+            raise TraceError(f"can't map the trace {where}: {reason(error)}") from error
 
     def record(
         self,
@@ -163,7 +169,7 @@ class Trace:
             self._finish(STOPPED)
             warnings.warn(
                 f"the trace {self.path} stops after {number} records: {WINDOW} more bytes asked of the disk, "
-                f"which said: {os.strerror(error.errno or 0)}. Training goes on without it.",
+                f"which said: {reason(error)}. Training goes on without it.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -178,8 +184,9 @@ class Trace:
         fd, self._fd = self._fd, -1
         try:
             os.ftruncate(fd, self._first + number * RECORD.size)
-            os.pwrite(fd, bytes([state]), _STATE_OFFSET)
-            os.pwrite(fd, number.to_bytes(8, "little", signed=True), HEADER.size - 8)
+            # The number before the state that says it is there: somebody may be reading.
+            os.pwrite(fd, number.to_bytes(8, "little", signed=True), NUM_RECORDS_OFFSET)
+            os.pwrite(fd, bytes([state]), STATE_OFFSET)
         except OSError as error:
             # Losing the seal costs the reader a scan; it is no reason to fail what is being closed.
             warnings.warn(f"the trace {self.path} could not be sealed: {error}", RuntimeWarning, stacklevel=3)
@@ -227,7 +234,6 @@ AnyTrace: TypeAlias = Trace | NullTrace
 """What a caller holds: a trace that writes, or one that does not."""
 
 _NOTHING = bytearray()  # in the place of a mapping: no window yet, or no longer
-_STATE_OFFSET = len(MAGIC) + 2
 _OPEN_TRACES: "weakref.WeakSet[Trace]" = weakref.WeakSet()
 
 
@@ -288,20 +294,7 @@ def _clock() -> dict[str, JSON]:
 
 def _create(path: Path, header: bytes, first: int) -> int:
     """Write the header to a file beside ``path`` and move it there; return its locked descriptor."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise TraceError(f"can't create the trace {path}: {os.strerror(error.errno or 0)}") from error
-    else:
-        # A rename would put a file in the place of a device (/dev/null) or of a link.
-        if stat.S_ISLNK(mode):
-            return _create(path.resolve(), header, first)
-        if not stat.S_ISREG(mode):
-            raise TraceError(f"can't create the trace {path}: there is something that is not a regular file")
-    if not path.parent.is_dir():
-        raise TraceError(f"can't create the trace {path}: there is no folder {path.parent}")
+    path = replaceable(path)
     temporary = ""
     fd = -1
     try:
@@ -319,5 +312,5 @@ def _create(path: Path, header: bytes, first: int) -> int:
             os.close(fd)
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise TraceError(f"can't create the trace {path}: {os.strerror(error.errno or 0)}") from error
+        raise TraceError(f"can't create the trace {path}: {reason(error)}") from error
     return fd
