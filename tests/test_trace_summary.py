@@ -1,4 +1,4 @@
-"""The summary of a trace made by hand, whose figures are known, and its export, which has to agree with it."""
+"""The summary of a trace made by hand, whose figures are known; its export has to agree with it."""
 
 import gzip
 import json
@@ -106,12 +106,15 @@ def test_the_known_figures(known):
     assert figures.collective_s == pytest.approx(0.010)
     assert figures.stall_s == pytest.approx(0.058)
     assert figures.stall_share == pytest.approx(0.018 / 0.150)
-    assert list(figures.stalls_by_reason.items()) == [
-        ("no frame free", pytest.approx(0.040)),
-        ("not prefetched", pytest.approx(0.008)),
-        ("waited for a collective", pytest.approx(0.005)),
-        ("prefetched too late", pytest.approx(0.005)),
-    ]
+    assert list(figures.stalls_by_reason)[:2] == ["no frame free", "not prefetched"]
+    assert figures.stalls_by_reason == pytest.approx(
+        {
+            "no frame free": 0.040,
+            "not prefetched": 0.008,
+            "waited for a collective": 0.005,
+            "prefetched too late": 0.005,
+        }
+    )
     assert (figures.failures, figures.departures) == (1, 1)
 
 
