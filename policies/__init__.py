@@ -1,0 +1,53 @@
+"""Pure decisions on the order in which pages are used: what to evict, what to prefetch.
+
+No torch, no I/O, no clock: policies see page numbers and the schedule, so that they can be tested and
+simulated without either.
+"""
+
+from collections.abc import Callable
+
+from tiermem.policies.base import Eviction, Prefetch
+from tiermem.policies.belady import Belady
+from tiermem.policies.lookahead import Lookahead
+from tiermem.policies.lru import LRU
+from tiermem.policies.schedule import NEVER, Access, Cursor, Phase, Recorder, Schedule
+
+__all__ = [
+    "LRU",
+    "NEVER",
+    "Access",
+    "Belady",
+    "Cursor",
+    "Eviction",
+    "Lookahead",
+    "Phase",
+    "Prefetch",
+    "Recorder",
+    "Schedule",
+    "eviction",
+    "prefetch",
+]
+
+_EVICTIONS: dict[str, Callable[[], Eviction]] = {"lru": LRU, "belady": Belady}
+
+
+def eviction(name: str) -> Eviction:
+    """A new policy for one tier: "lru" or "belady". Raises ValueError for another name."""
+    if name not in _EVICTIONS:
+        raise ValueError(f"{name!r} is no eviction policy; there are {', '.join(_EVICTIONS)}")
+    return _EVICTIONS[name]()
+
+
+def prefetch(
+    name: str,
+    accesses: int | None = None,
+    nbytes: int | None = None,
+    size: Callable[[int], int] | None = None,
+) -> Prefetch | None:
+    """A new policy: "lookahead" within the limits that `Lookahead` takes, or None for "none". Raises
+    ValueError."""
+    if name == "none":
+        return None
+    if name == "lookahead":
+        return Lookahead(accesses, nbytes, size)
+    raise ValueError(f"{name!r} is no prefetch policy; there are none, lookahead")
