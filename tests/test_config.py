@@ -196,6 +196,7 @@ def test_to_toml_of_every_key(tmp_path: Path) -> None:
         ({"host": {"budget": "0%"}}, ["host.budget", 'read "0%"', "above 0"]),
         ({"host": {"budget": 1.5}}, ["host.budget", "read 1.5"]),
         ({"host": {"budget": True}}, ["host.budget", "read true"]),
+        ({"host": {"budget": {"most": 1}}}, ["host.budget", 'read {"most" = 1}', "it is not a size"]),
         ({"host": {"pinned": "true"}}, ["host.pinned", 'read "true"', '"auto", true or false']),
         ({"host": {"pinned": 1}}, ["host.pinned", "read 1"]),
         ({"disk": {"paths": "/a"}}, ["disk.paths", 'read "/a"', "a list of paths"]),
