@@ -1,0 +1,1 @@
+"""Training on tiered memory: optimizer, partitioning over ranks, precision, checkpoints, the loop."""

@@ -1,0 +1,210 @@
+/* Adam on spans of memory.
+
+   Note: the same bits everywhere. A span may be cut into pieces, pages and threads anywhere, and any processor may
+   run any piece, so an element's result must not depend on where in a vector, or in which one, it was computed.
+   Therefore every operation is one of IEEE 754's correctly rounded ones (+, -, *, /, sqrt and conversions), in one
+   fixed order, and no multiply and add are fused (-ffp-contract=off): a loop's vector body, its scalar tail and the
+   copies for other instruction sets agree to the last bit.
+
+   Note: tiles. Half-precision gradients are widened into a tile on the stack and half-precision parameters are
+   narrowed from the masters just written; both stay in the first-level cache, so memory sees each array once, and
+   one float32 loop serves all pairs of dtypes. */
+
+#include "adam.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define TILE 512
+#define INLINE static inline __attribute__((always_inline))
+
+struct update {
+  void *parameter;
+  const void *gradient;
+  float *master, *exp_avg, *exp_avg_sq;
+  size_t count;
+  int parameter_dtype, gradient_dtype;
+  float gradient_factor, l2, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size;
+};
+
+INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+INLINE float widen_bfloat16(uint16_t half) { return float_of((uint32_t)half << 16); }
+
+/* Round to nearest even. A NaN is given its own pattern: the rounding could carry its mantissa into an infinity. */
+INLINE uint16_t narrow_bfloat16(float value) {
+  uint32_t bits = bits_of(value);
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+/* Exponent re-biased by integer addition; a subnormal is normalised by an exact float32 subtraction. Branch-free,
+   so that compilers vectorise it without F16C. */
+INLINE float widen_float16(uint16_t half) {
+  uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = (uint32_t)(half & 0x7fffu) << 13;
+  uint32_t normal = magnitude + (112u << 23);
+  uint32_t special = magnitude + (224u << 23);
+  uint32_t subnormal = bits_of(float_of(magnitude + (113u << 23)) - float_of(113u << 23));
+  uint32_t result = magnitude >= (31u << 23) ? special : normal;
+  return float_of((magnitude < (1u << 23) ? subnormal : result) | sign);
+}
+
+/* Round to nearest even, subnormals included: adding 0.5 puts a subnormal's last bit at the float32's last bit. */
+INLINE uint16_t narrow_float16(float value) {
+  uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  uint32_t result = magnitude >= (143u << 23) ? special : normal;
+  return (uint16_t)((magnitude < (113u << 23) ? subnormal : result) | sign);
+}
+
+/* Gradients as float32, multiplied by the factor. A product of half-precision numbers is rounded to their dtype, as
+   it would be had the gradient been scaled in place. */
+INLINE void load_gradients(float *restrict tile, const struct update *u, size_t first, size_t n) {
+  const float factor = u->gradient_factor;
+  const uint16_t *halves = (const uint16_t *)u->gradient + first;
+  if (u->gradient_dtype == ADAM_FLOAT32) {
+    const float *gradient = (const float *)u->gradient + first;
+    for (size_t i = 0; i < n; i++) tile[i] = gradient[i] * factor;
+  } else if (u->gradient_dtype == ADAM_BFLOAT16) {
+    if (factor == 1.0f)
+      for (size_t i = 0; i < n; i++) tile[i] = widen_bfloat16(halves[i]);
+    else
+      for (size_t i = 0; i < n; i++) tile[i] = widen_bfloat16(narrow_bfloat16(widen_bfloat16(halves[i]) * factor));
+  } else {
+    if (factor == 1.0f)
+      for (size_t i = 0; i < n; i++) tile[i] = widen_float16(halves[i]);
+    else
+      for (size_t i = 0; i < n; i++) tile[i] = widen_float16(narrow_float16(widen_float16(halves[i]) * factor));
+  }
+}
+
+INLINE void store_parameters(const struct update *u, size_t first, size_t n) {
+  const float *restrict master = u->master + first;
+  uint16_t *restrict parameter = (uint16_t *)u->parameter + first;
+  if (u->parameter_dtype == ADAM_BFLOAT16)
+    for (size_t i = 0; i < n; i++) parameter[i] = narrow_bfloat16(master[i]);
+  else
+    for (size_t i = 0; i < n; i++) parameter[i] = narrow_float16(master[i]);
+}
+
+/* The operations and their order are those of torch.optim.adam._single_tensor_adam. */
+INLINE void step_tile(float *restrict parameter, float *restrict exp_avg, float *restrict exp_avg_sq,
+                      const float *restrict gradient, size_t n, const struct update *u, const int with_l2) {
+  const float l2 = u->l2, decay = u->decay, beta2 = u->beta2, one_minus_beta2 = u->one_minus_beta2;
+  const float bias_correction2_sqrt = u->bias_correction2_sqrt, eps = u->eps, negative_step = -u->step_size;
+  /* torch.lerp goes from the nearer end: avg + w (g - avg) below one half, g - (1 - w)(g - avg) from there on. */
+  const int from_average = u->one_minus_beta1 < 0.5f;
+  const float weight = from_average ? u->one_minus_beta1 : -(1.0f - u->one_minus_beta1);
+  for (size_t i = 0; i < n; i++) {
+    float p = parameter[i] * decay;
+    float g = with_l2 ? gradient[i] + l2 * parameter[i] : gradient[i];
+    float m = exp_avg[i];
+    m = (from_average ? m : g) + weight * (g - m);
+    float v = exp_avg_sq[i] * beta2 + (one_minus_beta2 * g) * g;
+    float denominator = sqrtf(v) / bias_correction2_sqrt + eps;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    parameter[i] = p + (negative_step * m) / denominator;
+  }
+}
+
+INLINE void step_span(const struct update *u) {
+  float tile[TILE] __attribute__((aligned(64)));
+  const int direct = u->gradient_dtype == ADAM_FLOAT32 && u->gradient_factor == 1.0f;
+  for (size_t first = 0; first < u->count; first += TILE) {
+    size_t n = u->count - first < TILE ? u->count - first : TILE;
+    const float *gradient = (const float *)u->gradient + first;
+    if (!direct) {
+      load_gradients(tile, u, first, n);
+      gradient = tile;
+    }
+    if (u->l2 != 0.0f)
+      step_tile(u->master + first, u->exp_avg + first, u->exp_avg_sq + first, gradient, n, u, 1);
+    else
+      step_tile(u->master + first, u->exp_avg + first, u->exp_avg_sq + first, gradient, n, u, 0);
+    if (u->parameter_dtype != ADAM_FLOAT32) store_parameters(u, first, n);
+  }
+}
+
+__attribute__((noinline)) static void step_baseline(const struct update *u) { step_span(u); }
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void step_avx2(const struct update *u) { step_span(u); }
+__attribute__((target("avx512f,avx512bw,avx512vl"))) static void step_avx512(const struct update *u) { step_span(u); }
+
+int adam_best_level(void) {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    return ADAM_AVX512;
+  return __builtin_cpu_supports("avx2") ? ADAM_AVX2 : ADAM_BASELINE;
+}
+
+uint64_t adam_float_mode(void) { return _mm_getcsr() & ~(uint64_t)_MM_EXCEPT_MASK; }
+static void set_float_mode(uint64_t mode) { _mm_setcsr((unsigned)mode); }
+
+#else
+static void step_avx2(const struct update *u) { step_span(u); }
+static void step_avx512(const struct update *u) { step_span(u); }
+int adam_best_level(void) { return ADAM_BASELINE; }
+
+#if defined(__aarch64__)
+uint64_t adam_float_mode(void) {
+  uint64_t mode;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+static void set_float_mode(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+uint64_t adam_float_mode(void) { return 0; }
+static void set_float_mode(uint64_t mode) { (void)mode; }
+#endif
+#endif
+
+void adam_update(int level, uint64_t float_mode, uintptr_t parameter, int parameter_dtype, uintptr_t gradient,
+                 int gradient_dtype, uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, size_t count,
+                 double gradient_factor, double l2, double decay, double one_minus_beta1, double beta2,
+                 double one_minus_beta2, double bias_correction2_sqrt, double eps, double step_size) {
+  const struct update u = {
+      .parameter = (void *)parameter,
+      .gradient = (const void *)gradient,
+      .master = (float *)(parameter_dtype == ADAM_FLOAT32 ? parameter : master),
+      .exp_avg = (float *)exp_avg,
+      .exp_avg_sq = (float *)exp_avg_sq,
+      .count = count,
+      .parameter_dtype = parameter_dtype,
+      .gradient_dtype = gradient_dtype,
+      .gradient_factor = (float)gradient_factor,
+      .l2 = (float)l2,
+      .decay = (float)decay,
+      .one_minus_beta1 = (float)one_minus_beta1,
+      .beta2 = (float)beta2,
+      .one_minus_beta2 = (float)one_minus_beta2,
+      .bias_correction2_sqrt = (float)bias_correction2_sqrt,
+      .eps = (float)eps,
+      .step_size = (float)step_size,
+  };
+  const uint64_t own_mode = adam_float_mode();
+  set_float_mode(float_mode);
+  if (level == ADAM_AVX512)
+    step_avx512(&u);
+  else if (level == ADAM_AVX2)
+    step_avx2(&u);
+  else
+    step_baseline(&u);
+  set_float_mode(own_mode);
+}

@@ -1,0 +1,301 @@
+"""Adam and AdamW on the CPU, with float32 masters for half-precision parameters.
+
+They stand in for ``torch.optim.Adam`` and ``torch.optim.AdamW``: same arguments, formulas, parameter groups,
+schedulers and state dicts. What is added: bfloat16 and float16 parameters are updated through a float32
+master and float32 moments, in one pass over memory by :class:`~tiermem.trainer.kernel.Kernel`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from tiermem.trainer.kernel import Hyper, Kernel
+
+__all__ = ["Adam", "AdamW"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT32_STATE = ("exp_avg", "exp_avg_sq", "master")
+
+
+class Adam(Optimizer):
+    """Adam (Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015).
+
+    ``params`` are tensors, named tensors or parameter groups, dense, on the CPU, of float32, bfloat16 or
+    float16 and any shape and strides. ``lr`` (a float or a tensor of one element), ``betas``, ``eps``,
+    ``weight_decay`` and ``maximize`` mean what they mean in ``torch.optim.Adam``; ``decoupled_weight_decay``
+    makes it :class:`AdamW`. ``amsgrad`` is not offered.
+
+    ``kernel`` lends the optimizer threads; whoever lends it closes it. Without one the optimizer makes its
+    own at the first step, with ``torch.get_num_threads()`` threads, which end when the optimizer is
+    collected.
+
+    State per parameter: ``step`` (float32 scalar), ``exp_avg`` and ``exp_avg_sq`` (float32, the parameter's
+    shape and strides) and, unless the parameter is float32, ``master`` (float32, likewise). So a float32
+    parameter costs 8 bytes per element of state, a half-precision one 12.
+
+    Raises ValueError for a setting out of range (as torch does) or a parameter of another dtype or device,
+    and RuntimeError for a gradient that is not dense.
+
+    Note: whose value counts. The master starts as the parameter and from then on the parameter is the master,
+    rounded. When somebody else writes the parameter (a checkpoint is loaded, weights are clipped or tied),
+    the parameter is what they see and so what counts: at the next step each element whose master no longer
+    rounds to the parameter is taken from the parameter, and the others keep the digits that rounding hides.
+    So loading a model and its optimizer, in either order, loses nothing. Writes are noticed by the tensor's
+    version and address; a write through ``parameter.data`` changes neither, so write under
+    ``torch.no_grad()`` instead.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        kernel: Kernel | None = None,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not eps >= 0.0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        if not 0.0 <= betas[0] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index 0: {betas[0]}")
+        if not 0.0 <= betas[1] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index 1: {betas[1]}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        self._kernel = kernel
+        self._seen: dict[Tensor, tuple[int, int]] = {}
+        defaults = {
+            "lr": lr,
+            "betas": (float(betas[0]), float(betas[1])),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel that makes the updates: the one lent, or the optimizer's own."""
+        if self._kernel is None:
+            self._kernel = Kernel()
+        return self._kernel
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called by copy, pickle and load_state_dict. A copy makes threads of its own, and no parameter counts
+        # as seen: the state may belong to other values than the parameters have now.
+        for group in state["param_groups"]:
+            if group.get("amsgrad", False):
+                raise ValueError("the state was saved with amsgrad=True, which tiermem's Adam doesn't offer")
+        super().__setstate__(state)
+        self.__dict__.setdefault("_kernel", None)
+        self._seen = {}
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
+        for values in self.state.values():
+            for name, value in values.items():
+                if isinstance(value, _Exact):
+                    values[name] = value.tensor
+            if "step" in values:
+                values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` of this class or of ``torch.optim.Adam``/``AdamW`` returned.
+
+        Moments and masters stay (or become) float32 whatever the parameter's dtype; state saved without a
+        master gets one from the parameter at the next step.
+        """
+        # torch casts a parameter's state to the parameter's dtype, but only tensors: ours travel wrapped. The
+        # hook is added last, so it wraps what the user's hooks made of the state dict.
+        hook = self.register_load_state_dict_pre_hook(_wrap_float32_state)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update each parameter that has a gradient; ``closure`` is called first, and its loss returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        """Update one group. Parameters that live in pages are told apart and dispatched from here."""
+        self._step_plain(group, group["params"])
+
+    def _step_plain(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
+        """Update those of ``parameters`` that have gradients, each an ordinary tensor on the CPU."""
+        hyper = hyper_of(group)
+        for p in parameters:
+            if p.grad is not None:
+                self._update(p, p.grad, hyper)
+
+    def _update(self, p: Tensor, gradient: Tensor, hyper: Hyper) -> None:
+        _refuse_unsupported(p, gradient)
+        # The kernel walks memory, so all its spans need one order of elements: that of `values`, which is the
+        # parameter itself unless it has gaps.
+        values = p if _is_dense(p) else p.contiguous()
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(values, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(values, dtype=torch.float32)
+        state["exp_avg"] = exp_avg = _ordered_like(values, state["exp_avg"])
+        state["exp_avg_sq"] = exp_avg_sq = _ordered_like(values, state["exp_avg_sq"])
+        master = self._fresh_master(p, values, state)
+        gradient = _ordered_like(values, gradient.resolve_neg())
+
+        step = int(state["step"]) + 1
+        self.kernel.update(
+            parameter=values.data_ptr(),
+            parameter_dtype=values.dtype,
+            gradient=gradient.data_ptr(),
+            gradient_dtype=gradient.dtype,
+            master=0 if master is None else master.data_ptr(),
+            exp_avg=exp_avg.data_ptr(),
+            exp_avg_sq=exp_avg_sq.data_ptr(),
+            count=values.numel(),
+            hyper=hyper,
+            step=step,
+        )
+        state["step"].fill_(step)
+        if values is p:
+            torch.autograd.graph.increment_version(p)  # a graph that saved p must notice, as after any write
+        else:
+            p.copy_(values)
+        self._seen[p] = (p._version, p.data_ptr())
+
+    def _fresh_master(self, p: Tensor, values: Tensor, state: dict[str, Any]) -> Tensor | None:
+        """The master of ``p``, ordered like ``values`` and agreeing with it; None for float32."""
+        if p.dtype == torch.float32:
+            return None
+        master: Tensor | None = state.get("master")
+        if master is None:
+            master = values.to(torch.float32, copy=True)
+        else:
+            master = _ordered_like(values, master)
+            if self._seen.get(p) != (p._version, p.data_ptr()):  # see Note: whose value counts
+                torch.where(master.to(values.dtype) == values, master, values.float(), out=master)
+        state["master"] = master
+        return master
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, "Decoupled Weight Decay Regularization",
+    ICLR 2019).
+
+    Arguments, state and errors are :class:`Adam`'s; ``weight_decay`` multiplies the parameter by
+    ``1 - lr * weight_decay`` instead of being added to the gradient, and is 0.01 unless given.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        kernel: Kernel | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            maximize=maximize,
+            decoupled_weight_decay=True,
+            kernel=kernel,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True  # also when what was loaded is Adam's
+
+
+@dataclass(frozen=True, slots=True)
+class _Exact:
+    """A tensor of a state dict that is loaded as it is."""
+
+    tensor: Tensor
+
+
+def _wrap_float32_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def wrap(name: str, value: Any) -> Any:
+        return _Exact(value.detach().to("cpu", torch.float32, copy=True)) if name in _FLOAT32_STATE else value
+
+    state = {
+        number: {name: wrap(name, value) for name, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def hyper_of(group: dict[str, Any]) -> Hyper:
+    """The settings of a parameter group, as the kernel takes them."""
+    beta1, beta2 = group["betas"]
+    return Hyper(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        maximize=group["maximize"],
+    )
+
+
+def _refuse_unsupported(p: Tensor, gradient: Tensor) -> None:
+    if p.device.type != "cpu" or gradient.device.type != "cpu":
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is on {p.device}, its gradient on {gradient.device}: "
+            "this Adam updates tensors on the CPU; keep the parameter there, or in a tiered module"
+        )
+    if p.dtype not in _DTYPES:
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is {p.dtype}: this Adam takes float32, bfloat16, float16"
+        )
+    if gradient.layout != torch.strided:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} has a gradient of layout {gradient.layout}: Adam does "
+            "not support sparse gradients; make it dense (for an embedding, sparse=False)"
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory, each once, in whatever order."""
+    # preserve_format keeps the strides of exactly such tensors
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _ordered_like(values: Tensor, tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy whose elements lie in memory in the order of those of the dense ``values``."""
+    if tensor.stride() == values.stride() or (tensor.is_contiguous() and values.is_contiguous()):
+        return tensor
+    return torch.empty_like(values, dtype=tensor.dtype).copy_(tensor)
