@@ -1,0 +1,175 @@
+"""``tiermem trace``: what a run's trace says."""
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiermem.cli.output import JsonOption, format_rate, format_seconds, print_json, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tiermem.trace.summary import Summary
+
+app = typer.Typer(help="Look into the trace of a run.", no_args_is_help=True)
+
+TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The trace, as [trace] file names it.")]
+
+
+class Format(enum.Enum):
+    """What a trace can be exported as."""
+
+    PERFETTO = "perfetto"
+
+
+@app.command()
+def summary(
+    file: TraceArgument,
+    json: JsonOption = False,
+    top: Annotated[int, typer.Option(min=0, help="How many of the slowest stalls to show.")] = 10,
+) -> None:
+    """Print where the time went, what each link carried, and the slowest stalls and why.
+
+    Works on a run that is still going on, and on what a killed one has left.
+    """
+    from tiermem.trace.reader import TraceFile
+    from tiermem.trace.summary import summarise
+
+    with TraceFile(file) as trace:
+        figures = summarise(trace, top)
+    if json:
+        print_json(figures.to_json())
+        return
+    from rich.console import Console
+
+    _print(figures, Console())
+
+
+@app.command()
+def export(
+    file: TraceArgument,
+    out: Annotated[Path, typer.Option(help="The file to write; compressed if it ends in .gz.")],
+    format: Annotated[Format, typer.Option(help="The format to write.")] = Format.PERFETTO,
+) -> None:
+    """Write the trace in another program's format."""
+    from tiermem.trace.perfetto import export as export_perfetto
+    from tiermem.trace.reader import TraceFile
+
+    with TraceFile(file) as trace:
+        if trace.damage:
+            typer.echo(f"tiermem: {printable(str(file))}: {printable(trace.damage)}", err=True)
+        number = export_perfetto(trace, out)
+    typer.echo(f"{number} events in {printable(str(out))}: open it at https://ui.perfetto.dev")
+
+
+def _print(figures: "Summary", console: "Console") -> None:
+    from rich.text import Text
+
+    console.print(
+        Text(f"{printable(figures.path)}: {figures.num_records:,} records of {figures.num_units} units, ")
+        + Text(f"{figures.num_pages} pages, {format_seconds(figures.seconds)}; {figures.state}")
+    )
+    if figures.damage:
+        console.print(Text(printable(figures.damage), style="bold yellow"))
+    steps = figures.steps
+    if steps.count:
+        console.print(
+            f"{steps.count} steps, mean {format_seconds(steps.mean_s)}, "
+            f"median {format_seconds(steps.median_s)}"
+        )
+    for table in (_phases(figures), _links(figures), _tiers(figures), _requests(figures), _stalls(figures)):
+        if table.row_count:
+            console.print(table)
+    console.print(Text(printable(figures.verdict), style="bold"))
+
+
+def _table(title: str, *columns: str, texts: int = 1) -> "Table":
+    """A table whose first ``texts`` columns are texts, the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < texts else "right", overflow="fold")
+    return table
+
+
+def _phases(figures: "Summary") -> "Table":
+    table = _table("Time", "phase", "compute", "optimizer", "stall")
+    for name, phase in figures.phases.items():
+        times = (phase.compute_s, phase.optimizer_s, phase.stall_s)
+        if any(times):
+            table.add_row(name if name != "none" else "outside", *map(format_seconds, times))
+    if table.row_count:
+        total = (figures.compute_s, figures.optimizer_s, figures.stall_s)
+        table.add_row("all", *map(format_seconds, total), style="bold")
+    return table
+
+
+def _links(figures: "Summary") -> "Table":
+    from rich.text import Text
+
+    from tiermem.errors import format_bytes
+
+    table = _table("Links", "link", "by kind", "bytes", "transfers", "busy", "bandwidth", texts=2)
+    for link in figures.links:
+        kinds = sorted(link.by_kind.items(), key=lambda item: -item[1])
+        table.add_row(
+            f"{link.source} → {link.target}",
+            Text("\n".join(f"{printable(kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds)),
+            format_bytes(link.nbytes),
+            f"{link.num_transfers:,}",
+            format_seconds(link.busy_s),
+            format_rate(link.bandwidth) + (f" of {format_rate(link.limit)}" if link.limit else ""),
+        )
+    return table
+
+
+def _tiers(figures: "Summary") -> "Table":
+    from tiermem.errors import format_bytes
+
+    table = _table("Tiers", "tier", "peak", "at the end", "budget")
+    for name, tier in figures.tiers.items():
+        budget = "not told" if tier.budget is None else format_bytes(tier.budget)
+        table.add_row(name, format_bytes(tier.peak), format_bytes(tier.final), budget)
+    return table
+
+
+def _requests(figures: "Summary") -> "Table":
+    requests = figures.requests
+    table = _table("Pages asked for", "what", "number")
+    if requests.hits + requests.faults + requests.prefetches == 0:
+        return table
+    table.add_row("found resident", f"{requests.hits:,} ({requests.hit_rate:.1%})")
+    table.add_row("faults", f"{requests.faults:,}")
+    table.add_row("prefetches", f"{requests.prefetches:,}")
+    table.add_row("  in time", f"{requests.used:,}")
+    table.add_row("  too late", f"{requests.late:,}")
+    table.add_row("  evicted unused", f"{requests.wasted:,}")
+    for reason, number in figures.evictions.items():
+        table.add_row(f"evicted: {reason}", f"{number:,}")
+    if figures.failures:
+        table.add_row("failed transfers", f"{figures.failures:,}", style="bold red")
+    if figures.departures:
+        table.add_row("departures from the schedule", f"{figures.departures:,}")
+    return table
+
+
+def _stalls(figures: "Summary") -> "Table":
+    from rich.text import Text
+
+    table = _table("Slowest stalls", "unit", "kind", "phase", "why", "link", "step", "at", "waited", texts=5)
+    for stall in figures.slowest_stalls:
+        table.add_row(
+            Text(printable(stall.unit)),
+            Text(printable(stall.kind)),
+            stall.phase,
+            stall.reason,
+            stall.link.replace("->", " → "),
+            str(stall.step) if stall.step >= 0 else "",
+            f"{stall.at_s:.3f} s",
+            format_seconds(stall.seconds),
+        )
+    return table
