@@ -22,7 +22,7 @@ ffibuilder.cdef(
     } transfer;
 
     typedef ... *io_context_t;
-    struct iocb;
+    struct iocb { short aio_lio_opcode; ...; };
     struct timespec;
     struct io_event { unsigned long res; ...; };
     typedef int (*submit_call)(io_context_t, long, struct iocb **);

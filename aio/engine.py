@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 class Flight(Generic[RecordT]):
     """A transfer that was submitted and not yet waited for."""
 
-    __slots__ = ("nbytes", "offset", "path", "record", "waited_for", "writing")
+    __slots__ = ("nbytes", "offset", "path", "record", "waiter", "writing")
 
     def __init__(self, writing: bool, path: str, offset: int, nbytes: int, record: RecordT) -> None:
         self.writing = writing
@@ -38,7 +38,7 @@ class Flight(Generic[RecordT]):
         self.offset = offset
         self.nbytes = nbytes
         self.record = record
-        self.waited_for = False
+        self.waiter: int | None = None
 
     def error(self, failure: Failure) -> OSError:
         """The failure as an OSError whose text has all the numbers."""
@@ -136,15 +136,17 @@ class EngineQueue(ABC, Generic[RecordT]):
     def wait(self, ticket: int) -> None:
         """Blocks until the transfer has ended. Raises OSError if it failed. Once for each ticket."""
         self._check_owner()
-        with self._lock:
-            flight = self._flight(ticket)
-            if flight.waited_for:
-                raise ValueError(f"ticket {ticket} is being waited for by another thread")
-            flight.waited_for = True
+        flight = self._flight(ticket)
+        thread = threading.get_ident()
         try:
+            with self._lock:
+                if flight.waiter not in (None, thread):
+                    raise ValueError(f"ticket {ticket} is being waited for by another thread")
+                flight.waiter = thread
             self._await(flight.record)
         except BaseException:
-            flight.waited_for = False
+            if flight.waiter == thread:
+                flight.waiter = None
             raise
         del self._flights[ticket]
         failure = self._settle(flight.record)

@@ -175,9 +175,8 @@ class File:
                 raise self._no_space(nbytes) from error
             # EINVAL: the C library, having no fallocate here, tried to write bytes through O_DIRECT.
             if nbytes <= 0 or error.errno not in (*_REFUSED, errno.ENOSYS):
-                raise OSError(
-                    error.errno, f"reserving {nbytes} bytes: {error.strerror}", self.path
-                ) from error
+                text = f"reserving {nbytes} bytes: {error.strerror}"
+                raise OSError(error.errno, text, self.path) from error
             if before.st_size < nbytes:
                 os.ftruncate(self.fd, nbytes)
 

@@ -61,7 +61,7 @@ class LibaioQueue(EngineQueue[Any]):
         return record
 
     def _landed(self, record: Any) -> bool:
-        return record.landed != 0
+        return bool(record.landed)
 
     def _await(self, record: Any) -> None:
         while not lib.queue_wait(self._queue, record, _WAIT_MILLISECONDS):

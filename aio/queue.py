@@ -73,7 +73,7 @@ def open_queue(engine: str = "auto", request: int = 1 << 20, depth: int = 32) ->
     """Opens a queue.
 
     Args:
-        engine: "libaio", "threads", or "auto": libaio where the kernel gives it, else threads, and the queue's
+        engine: "libaio", "threads", or "auto": libaio where the kernel gives it, else threads; the queue's
             `note` says why.
         request: the most bytes of one request, a multiple of 4096, at most 1 GiB.
         depth: the most requests in flight, 1 to 4096.
