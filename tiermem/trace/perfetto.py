@@ -9,18 +9,18 @@ import heapq
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 
 import numpy as np
 
 from tiermem.trace.errors import TraceError
-from tiermem.trace.events import REASON_WORDS, Event, Phase, Reason, Tier
+from tiermem.trace.events import REASON_WORDS, Event, Phase, Tier
 from tiermem.trace.place import reason, replaceable
-from tiermem.trace.reader import TraceFile
-from tiermem.trace.summary import reserved
+from tiermem.trace.reader import RECORD_DTYPE, TraceFile
+from tiermem.trace.summary import having, reserved
 
 _SPANS = (
     Event.STEP,
@@ -34,7 +34,33 @@ _SPANS = (
 )
 _INSTANTS = (Event.FAULT, Event.PREFETCH, Event.EVICT, Event.DEPARTURE)
 
+_NAMED = (Event.FAILED, *_INSTANTS)  # those whose track alone doesn't say what they are
+_EVENTS = {event.value: event.name.lower() for event in Event}
+_TIERS = {tier.value: tier.name.lower() for tier in Tier}
+_REASONS = {reason.value: words for reason, words in REASON_WORDS.items()}
+
+_BATCH = 1 << 14  # spans held as Python objects at a time
 _LANES_OF_TRACK = 1 << 16  # thread numbers that each track may use
+
+
+class _Record(NamedTuple):
+    """A record as Python numbers, many times quicker to look at than numpy's; fields as in `RECORD_DTYPE`."""
+
+    start: int
+    duration: int
+    nbytes: int
+    unit: int
+    page: int
+    step: int
+    source: int
+    target: int
+    reason: int
+    phase: int
+    event: int
+
+
+assert _Record._fields == RECORD_DTYPE.names
+
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -110,11 +136,11 @@ class _Tracks:
         "compute",
         "stalls",
         "collectives",
-        *(f"{a.name.lower()}->{b.name.lower()}" for a in Tier for b in Tier if a != b),
+        *(f"{a.name.lower()}->{b.name.lower()}" for a in Tier for b in Tier),
         "requests",
         "evictions",
     )
-    _FIXED: ClassVar = {
+    _FIXED: ClassVar[Mapping[Event, str]] = {
         Event.STEP: "steps",
         Event.OPTIMIZER: "optimizer",
         Event.STALL: "stalls",
@@ -127,21 +153,25 @@ class _Tracks:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
+        self._known: dict[tuple[int, int, int, int], int] = {}
         self._busy: dict[int, list[tuple[int, int]]] = {}
 
-    def of(self, record: Any) -> int:
+    def of(self, record: _Record) -> int:
         """The number of the track's first thread."""
-        event = Event(record["event"])
-        name = self._FIXED.get(event)
-        if event == Event.COMPUTE:
-            phase = Phase(record["phase"])
-            name = "compute" if phase == Phase.NONE else phase.name.lower()
-        elif name is None:
-            source, target = Tier(record["source"]), Tier(record["target"])
-            name = f"{source.name.lower()}->{target.name.lower()}" if source != target else "evictions"
-        track = (1 + self._ORDER.index(name)) * _LANES_OF_TRACK
-        self.names.setdefault(track, name)
+        key = (record.event, record.phase, record.source, record.target)
+        track = self._known.get(key)
+        if track is None:
+            name = self._name_of(Event(record.event), Phase(record.phase), record)
+            track = self._known[key] = (1 + self._ORDER.index(name)) * _LANES_OF_TRACK
+            self.names.setdefault(track, name)
         return track
+
+    def _name_of(self, event: Event, phase: Phase, record: _Record) -> str:
+        if event == Event.COMPUTE:
+            return "compute" if phase == Phase.NONE else phase.name.lower()
+        if event in self._FIXED:
+            return self._FIXED[event]
+        return f"{_TIERS[record.source]}->{_TIERS[record.target]}"
 
     def lane(self, track: int, start: int, end: int) -> int:
         """A thread of the track that is free from ``start`` on; calls come in the order of ``start``."""
@@ -162,80 +192,77 @@ def _counters(trace: TraceFile, process: int) -> Iterator[dict[str, Any]]:
         now = 0
         for piece in trace.pieces():
             change = reserved(piece, tier)
-            for index in np.flatnonzero(change):
-                now += int(change[index])
+            moves = np.flatnonzero(change)
+            for start, nbytes in zip(piece["start"][moves].tolist(), change[moves].tolist(), strict=True):
+                now += nbytes
                 yield {
                     "ph": "C",
                     "name": f"{tier.name.lower()} bytes",
                     "pid": process,
-                    "ts": _us(int(piece["start"][index]) - trace.monotonic_ns),
+                    "ts": (start - trace.monotonic_ns) / 1000,
                     "args": {"bytes": now},
                 }
 
 
 def _instants(trace: TraceFile, process: int, tracks: _Tracks) -> Iterator[dict[str, Any]]:
     for piece in trace.pieces():
-        for record in piece[np.isin(piece["event"], _INSTANTS)]:
+        for values in piece[having(piece, _INSTANTS)].tolist():
+            record = _Record(*values)
             yield {
                 "ph": "i",
                 "s": "t",
                 "name": _title(trace, record),
-                "cat": Event(record["event"]).name.lower(),
+                "cat": _EVENTS[record.event],
                 "pid": process,
                 "tid": tracks.of(record),
-                "ts": _us(int(record["start"]) - trace.monotonic_ns),
+                "ts": (record.start - trace.monotonic_ns) / 1000,
                 "args": _arguments(record),
             }
 
 
 def _spans(trace: TraceFile, process: int, tracks: _Tracks) -> Iterator[dict[str, Any]]:
-    starts, places, before = [], [], 0
+    starts, places, before = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for piece in trace.pieces():
-        place = np.flatnonzero(np.isin(piece["event"], _SPANS))
+        place = np.flatnonzero(having(piece, _SPANS))
         starts.append(piece["start"][place])
         places.append(place + before)
         before += len(piece)
-    if not starts:
-        return
     order = np.concatenate(places)[np.argsort(np.concatenate(starts), kind="stable")]
-    for index in order:
-        record = trace.records[index]
-        start, duration = int(record["start"]), int(record["duration"])
-        yield {
-            "ph": "X",
-            "name": _title(trace, record),
-            "cat": Event(record["event"]).name.lower(),
-            "pid": process,
-            "tid": tracks.lane(tracks.of(record), start, start + duration),
-            "ts": _us(start - trace.monotonic_ns),
-            "dur": _us(duration),
-            "args": _arguments(record),
-        }
+    for begin in range(0, len(order), _BATCH):
+        for values in trace.records[order[begin : begin + _BATCH]].tolist():
+            record = _Record(*values)
+            start, duration = record.start, record.duration
+            yield {
+                "ph": "X",
+                "name": _title(trace, record),
+                "cat": _EVENTS[record.event],
+                "pid": process,
+                "tid": tracks.lane(tracks.of(record), start, start + duration),
+                "ts": (start - trace.monotonic_ns) / 1000,
+                "dur": duration / 1000,
+                "args": _arguments(record),
+            }
 
 
-def _us(nanoseconds: int) -> float:
-    return nanoseconds / 1000
-
-
-def _title(trace: TraceFile, record: Any) -> str:
-    event = Event(record["event"])
+def _title(trace: TraceFile, record: _Record) -> str:
+    event = record.event
     if event == Event.STEP:
-        return f"step {record['step']}"
-    unit, kind = trace.unit_name(int(record["unit"])), trace.kind_of(int(record["page"]))
-    name = " ".join(part for part in (unit, kind) if part) or event.name.lower()
+        return f"step {record.step}"
+    unit, kind = trace.unit_name(record.unit), trace.kind_of(record.page)
+    name = f"{unit} {kind}".strip() or _EVENTS[event]
     if event == Event.STALL:
-        return f"{name}: {REASON_WORDS[Reason(record['reason'])]}"
-    if event in (Event.FAILED, *_INSTANTS):
-        return f"{event.name.lower()} {name}"
+        return f"{name}: {_REASONS[record.reason]}"
+    if event in _NAMED:
+        return f"{_EVENTS[event]} {name}"
     return name
 
 
-def _arguments(record: Any) -> dict[str, Any]:
+def _arguments(record: _Record) -> dict[str, Any]:
     return {
-        "page": int(record["page"]),
-        "nbytes": int(record["nbytes"]),
-        "step": int(record["step"]),
-        "from": Tier(record["source"]).name.lower(),
-        "to": Tier(record["target"]).name.lower(),
-        "reason": REASON_WORDS[Reason(record["reason"])],
+        "page": record.page,
+        "nbytes": record.nbytes,
+        "step": record.step,
+        "from": _TIERS[record.source],
+        "to": _TIERS[record.target],
+        "reason": _REASONS[record.reason],
     }

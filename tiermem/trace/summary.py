@@ -18,7 +18,6 @@ _Integers = npt.NDArray[np.int64]
 
 _TRANSFERS = (Event.LANDED, Event.WRITEBACK)
 _REQUESTS = (Event.PREFETCH, Event.HIT, Event.FAULT, Event.EVICT)
-_MOVES = (Event.RESERVE, Event.RELEASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +203,16 @@ def reserved(piece: Records, tier: Tier) -> _Integers:
     return change
 
 
+def having(piece: Records, events: Sequence[Event]) -> npt.NDArray[np.bool_]:
+    """Which records are one of ``events``."""
+    wanted = np.zeros(256, np.bool_)
+    wanted[list(events)] = True
+    found: npt.NDArray[np.bool_] = wanted[piece["event"]]
+    return found
+
+
 def _select(trace: TraceFile, events: Sequence[Event]) -> Records:
-    parts = [piece[np.isin(piece["event"], events)] for piece in trace.pieces()]
+    parts = [piece[having(piece, events)] for piece in trace.pieces()]
     return np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE)
 
 
