@@ -1,0 +1,185 @@
+"""TieredModule: the wrapper that people use."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.config import Config
+from tiermem.device import Device
+from tiermem.errors import PagingError
+from tiermem.runtime import Runtime
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+
+
+class TieredModule(nn.Module):
+    """A module whose parameters, gradients and optimizer state are paged between device, host and disk.
+
+    Args:
+        module: any ``nn.Module`` with plain parameters. Its own memory is let go of as it is taken over.
+        config: a policy file's path, a dict of the same shape, a :class:`tiermem.Config`, or None for the defaults.
+        device: a device to use instead of the one that ``device.kind`` names (for tests).
+
+    Names of parameters, buffers and state are the wrapped module's, and what this class doesn't have is looked up there
+    (``model.generate``, ``model.config``). Use it like the module itself; :meth:`close` it at the end, or use ``with``.
+
+    Raises:
+        ConfigError: the configuration is refused, or the module has parameters that can't be paged.
+        BudgetError: a budget is smaller than the smallest workable one, which the message names.
+    """
+
+    def __init__(self, module: nn.Module, config: Source = None, *, device: Device | None = None) -> None:
+        super().__init__()
+        runtime = Runtime(module, Config.load(config), device)
+        self.module = module
+        self._runtime = runtime
+        self._hidden = _hide_views(module, runtime)
+        # The folder on disk goes with the process even when nobody calls close().
+        self._finalizer = weakref.finalize(self, runtime.close, restore=False)
+
+    # -- computing ----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        self._runtime.check_open()
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            # Python calls no forward hook for a KeyboardInterrupt: leave what was entered.
+            self._runtime.hooks.abort_pass()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. With ``set_to_none=False`` they become zeros."""
+        if self._runtime.closed:
+            self.module.zero_grad(set_to_none)
+        elif set_to_none:
+            self._runtime.hooks.forget_gradients()
+        else:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm together is at most ``max_norm``; returns the norm before.
+
+        The same numbers as ``torch.nn.utils.clip_grad_norm_``, bit for bit, without bringing the gradients back:
+        from the second call on, norms are taken while gradients land, and the factor is applied by the optimizer
+        when it reads them. Raises RuntimeError with ``error_if_nonfinite`` when the norm isn't finite.
+        """
+        self._runtime.check_open()
+        return self._runtime.hooks.clip(self.module, max_norm, norm_type, error_if_nonfinite)
+
+    # -- what nn.Module shows -----------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The wrapped module's parameters under its own names. Their bytes come when they are touched."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The wrapped module's buffers under its own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's state with full tensors of their own; takes as much memory as they have bytes."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Write a state into the pages. ``assign`` would put foreign tensors in their place and is refused."""
+        if assign and not self._runtime.closed:
+            raise PagingError(
+                "load_state_dict(assign=True) can't be had while the model is paged: leave assign out"
+            )
+        return self.module.load_state_dict(state_dict, strict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TieredModule:
+        raise PagingError(
+            "a paged model can't be moved or cast (to, cuda, half, ...): set [device] kind and [precision] parameters "
+            "in the policy file, or close() it first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredModule:
+        raise PagingError(
+            "a paged model can't be copied: copy the module before wrapping, or use state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PagingError("a paged model can't be pickled: save its state_dict()")
+
+    # -- telling ------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the run so far; all sizes in bytes.
+
+        ``tiers``: for each tier its ``budget``, the ``smallest`` workable one, bytes ``in_use`` and their ``peak``;
+        ``links``: bytes moved from tier to tier by kind of page; ``hits`` and ``faults``: requests for pages that were
+        there, or had to be waited for; ``prefetches`` begun, used, late and wasted (dropped unused);
+        ``stall_seconds`` in all and by cause; ``nbytes_written_to_disk``; ``departures``: uses of units that the
+        schedule had not foreseen; ``state_nbytes``: all pages, which is what a run that is not paged holds.
+        """
+        return self._runtime.stats()
+
+    @property
+    def units(self) -> list[str]:
+        """The names of the units, the resident one first."""
+        return [unit.name for unit in self._runtime.units]
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def close(self, restore: bool = True) -> None:
+        """Stop paging: the wrapped module is an ordinary one again, on its device, with all its parameters.
+
+        With ``restore=False`` their values are given up, which takes no time and no memory. Idempotent.
+        """
+        self._finalizer.detach()
+        for handle in self._hidden:
+            handle.remove()
+        self._hidden = []
+        self._runtime.close(restore)
+
+    def __enter__(self) -> TieredModule:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _hide_views(module: nn.Module, runtime: Runtime) -> list[Any]:
+    """Have ``state_dict`` take copies: a state must outlive the frames, and must not pin all of them at once."""
+
+    def begin(*_: Any) -> None:
+        runtime.hooks.copying += 1
+
+    def end(*_: Any) -> None:
+        runtime.hooks.copying -= 1
+
+    handles: list[Any] = []
+    for each in module.modules():
+        handles.append(each.register_state_dict_pre_hook(begin))
+        handles.append(each._register_state_dict_hook(end))
+    return handles

@@ -1,0 +1,191 @@
+"""Parameters whose bytes are elsewhere, and views of frames: both bring their page back when they are touched.
+
+Inside its unit's forward a parameter is an ordinary ``torch.nn.Parameter`` with its bytes in place. Outside of it,
+its class is :class:`PagedParameter`: shape, dtype and the like are answered at once, and any operation that needs the
+values makes the page resident first and keeps it so until the operation is over. Tensors that look into a frame (a
+transpose of a weight, say) are :class:`PagedView`: while they live, their page is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_Tensor = torch.Tensor
+
+
+class Owner(Protocol):
+    """Who pages a parameter: what a touch is passed on to."""
+
+    def touch(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """Call ``func`` with the pages of ``tensors`` resident."""
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's gradient: a view of its gradient page on the host, or None."""
+
+    def set_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Replace the parameter's gradient; None forgets it."""
+
+    def set_data(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
+        """Write the parameter's values."""
+
+
+_owners: dict[int, Owner] = {}
+
+
+def own(parameter: nn.Parameter, owner: Owner) -> None:
+    """From now on touches of ``parameter`` go to ``owner``."""
+    _owners[id(parameter)] = owner
+    parameter.__class__ = PagedParameter
+
+
+def disown(parameter: nn.Parameter) -> None:
+    """Make it an ordinary parameter again."""
+    parameter.__class__ = nn.Parameter
+    _owners.pop(id(parameter), None)
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """Who pages this parameter; None for an ordinary one."""
+    return _owners.get(id(parameter))
+
+
+class PagedParameter(nn.Parameter):
+    """A parameter outside of its unit's forward. Its class changes; the object stays the same."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is an ordinary parameter with all its bytes."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class PagedView(torch.Tensor):
+    """A tensor that looks into a frame; its page stays where it is for as long as it lives."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def _getter(name: str) -> Any:
+    return getattr(_Tensor, name).__get__
+
+
+_METADATA = {
+    _getter(name)
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+        "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_xpu", "is_mps", "itemsize", "nbytes",
+        "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "name",
+    )
+    if hasattr(_Tensor, name)
+} | {
+    _Tensor.requires_grad.__set__, _Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.nelement, _Tensor.ndimension,
+    _Tensor.element_size, _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_inference, _Tensor.requires_grad_,
+    _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook, _Tensor.__len__, _Tensor.retain_grad,
+    _Tensor.get_device, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference,
+    torch.get_device,
+}  # fmt: skip
+"""What is true of a parameter wherever its bytes are."""
+
+_ESCAPES = {
+    _Tensor.numpy, _Tensor.__array__, _Tensor.untyped_storage, _Tensor.storage, _Tensor.__dlpack__, _Tensor.data_ptr,
+    _Tensor.__reduce_ex__,
+}  # fmt: skip
+"""What lets memory out of our sight, where no pin could follow: it gets a copy."""
+
+_GET_GRAD = _getter("grad")
+_SET_GRAD = _Tensor.grad.__set__
+_DELETE_GRAD = _Tensor.grad.__delete__
+_SET_DATA = _Tensor.data.__set__
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    tensors = list(_paged(args))
+    if kwargs:
+        tensors.extend(_paged(tuple(kwargs.values())))
+    owner = next((found for tensor in tensors if (found := _owners.get(id(tensor))) is not None), None)
+    if owner is None:
+        owner = next((view_owner(tensor) for tensor in tensors if type(tensor) is PagedView), None)
+    if owner is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if args and isinstance(args[0], PagedParameter) and id(args[0]) in _owners:
+        if func == _GET_GRAD:
+            return owner.gradient(args[0])
+        if func == _SET_GRAD:
+            return owner.set_gradient(args[0], args[1])
+        if func == _DELETE_GRAD:
+            return owner.set_gradient(args[0], None)
+        if func == _SET_DATA:
+            return owner.set_data(args[0], args[1])
+    if func in _ESCAPES:
+        copy = owner.touch(
+            _Tensor.clone, (args[0].detach() if args[0].requires_grad else args[0],), {}, tensors
+        )
+        return func(copy, *args[1:], **kwargs)
+    return owner.touch(func, args, kwargs, tensors)
+
+
+def _paged(values: Any) -> Iterator[torch.Tensor]:
+    """Parameters and views of ours in nested arguments."""
+    for value in values:
+        if isinstance(value, PagedParameter | PagedView):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _paged(value)
+        elif isinstance(value, dict):
+            yield from _paged(value.values())
+
+
+_view_owners: dict[int, Owner] = {}
+
+
+def make_view(tensor: torch.Tensor, owner: Owner) -> PagedView:
+    """``tensor`` as a view that asks ``owner`` whenever it is used; undone with :func:`forget_view`."""
+    view: PagedView = tensor.as_subclass(PagedView)  # type: ignore[assignment]
+    _view_owners[id(view)] = owner
+    return view
+
+
+def forget_view(identity: int) -> None:
+    """The view with this ``id`` is gone."""
+    _view_owners.pop(identity, None)
+
+
+def view_owner(tensor: torch.Tensor) -> Owner | None:
+    """Who pages what this view looks into."""
+    return _view_owners.get(id(tensor))

@@ -1,0 +1,414 @@
+"""The runtime of one wrapped model: its tiers, pager and hooks, put together from a Config and taken apart again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem import budget
+from tiermem.aio import Buffer, Queue, open_queue
+from tiermem.config import Config, Size
+from tiermem.config import Tier as TierName
+from tiermem.device import Device, available_nbytes, open_device
+from tiermem.disk import Disk
+from tiermem.door import Door
+from tiermem.errors import PagingError, format_bytes
+from tiermem.hooks import Hooks
+from tiermem.page import Kind, Page
+from tiermem.pager import Pager
+from tiermem.policies import Phase, eviction, prefetch
+from tiermem.steps import Steps
+from tiermem.table import PageTable
+from tiermem.tier import Tier
+from tiermem.trace import AnyTrace, NullTrace, PageInfo, Reason, Trace
+from tiermem.transfer import Transfers
+from tiermem.unit import Group, Unit, build_units, find_units
+
+log = logging.getLogger("tiermem")
+
+PLACEMENT = {
+    Kind.PARAMETER: "parameters",
+    Kind.GRADIENT: "gradients",
+    Kind.MASTER: "optimizer",
+    Kind.EXP_AVG: "optimizer",
+    Kind.EXP_AVG_SQ: "optimizer",
+}
+
+
+class Runtime:
+    """Everything that one wrapped model owns, opened in order and closed in reverse.
+
+    Raises ConfigError and BudgetError before anything has been changed.
+    """
+
+    def __init__(self, net: nn.Module, config: Config, device: Device | None = None) -> None:
+        self.config = config
+        self.net = net
+        self.closed = False
+        self.notes: list[str] = []  # what is not as good as it could be, in words
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            self.device = device or open_device(config.device.kind)
+            stack.callback(self.device.close)
+            self._build(net, stack)
+            self._stack = stack.pop_all()
+        for note in self.notes:
+            log.warning(note)
+
+    # -- opening ------------------------------------------------------------------------------------------
+
+    def _build(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
+        config, unified = self.config, self.device.unified
+        dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
+        buffers = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
+        host_budget = config.host.budget.resolve(available_nbytes())
+        overhead = buffers if unified else 0
+        capacity = budget.floor(max(0, host_budget - overhead))
+        limits = (
+            [capacity] if unified else [capacity, config.device.budget.resolve(self.device.free_nbytes())]
+        )
+        modules = find_units(net, config.policy.units, min(limits) // 6)
+        sinks = {kind: getattr(config.placement, name) is TierName.DISK for kind, name in PLACEMENT.items()}
+
+        def build(numel: int) -> tuple[PageTable, list[Unit]]:
+            table = PageTable()
+            device = self.device.torch_device
+            return table, build_units(
+                net, modules, table, dtype=dtype, device=device, part_numel=numel, sinks=sinks
+            )
+
+        self.table, self.units = build(budget.part_numel(capacity))
+        need = budget.host_need(self.units, self.table, unified)
+        if need.nbytes > capacity:
+            table, units = build(budget.MIN_PART_NUMEL)
+            smallest = budget.host_need(units, table, unified)
+            budget.require("host", capacity, smallest, smallest, overhead)
+            self.table, self.units, need = table, units, smallest
+        self.budgets = {"host": host_budget}
+        self.smallest = {"host": need.nbytes + overhead}
+        total = sum(page.nbytes for page in self.table)
+        disk_budget = self._disk_budget()
+        self.budgets["disk"] = disk_budget
+
+        device_tier = None
+        if not unified:
+            device_budget = limits[1]
+            self.budgets["device"] = device_budget
+            device_capacity = budget.floor(max(0, device_budget - buffers))
+            device_need = budget.device_need(self.units)
+            self.smallest["device"] = device_need.nbytes + buffers
+            budget.require("device", device_capacity, device_need, device_need, buffers)
+            parameters = sum(page.nbytes for page in self.table if page.kind is Kind.PARAMETER)
+            memory = self.device.allocate(min(device_capacity, parameters))
+            device_tier = Tier("device", memory, eviction(config.policy.eviction))
+        host = self._host(min(capacity, total), stack)
+        self.door = Door()
+        self.queue: Queue | None = None
+        disk = None
+        if total > host.slab.nbytes:
+            self.queue = open_queue(config.io.engine, config.io.request.resolve(0), config.io.depth)
+            stack.enter_context(self.queue)
+            disk = Disk(
+                [str(path) for path in config.disk.folders], disk_budget, self.queue, config.disk.keep
+            )
+            stack.callback(disk.close)
+            if self.queue.engine != "libaio" and config.io.engine == "auto":
+                self.notes.append(self.queue.note)
+            self.notes.extend(disk.notes)
+            # What the first step needs at the latest, so that a full disk is found out now.
+            disk.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
+        self.disk = disk
+        self.trace: AnyTrace = self._trace()
+        stack.callback(self.trace.close)
+        transfers = Transfers(host, device_tier, disk, self.queue, self.device, self.trace)
+        stack.callback(transfers.drain)
+        reason = Reason.BELADY if config.policy.eviction == "belady" else Reason.LRU
+        ahead = None if disk is None and unified else self._prefetch(host.slab.nbytes)
+        self.pager = Pager(self.table, transfers, ahead, reason)
+        self.steps = Steps(self.pager.follow, self.trace)
+        for unit in self.units:
+            for group in unit.groups:
+                self._adopt(group, dtype)
+        for module in net.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                    module._buffers[name] = buffer.to(device=self.device.torch_device, dtype=cast)
+        self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door)
+        for unit in self.units:
+            for group in unit.groups:
+                for index, field in enumerate(group.fields):
+                    gradient, field.parameter.grad = field.parameter.grad, None
+                    if gradient is not None and group.trainable:
+                        with torch.no_grad():
+                            self.hooks.land(group, index, gradient.to(group.dtype))
+        self.hooks.attach()
+        trim_memory()
+
+    def _disk_budget(self) -> int:
+        size: Size = self.config.disk.budget
+        if size.nbytes is not None:
+            return size.nbytes
+        free = 0
+        for folder in self.config.disk.folders:
+            with contextlib.suppress(OSError):
+                free += free_nbytes(folder)
+        return size.resolve(free)
+
+    def _host(self, nbytes: int, stack: contextlib.ExitStack) -> Tier:
+        """The host's slab: one buffer, pinned where there is CUDA."""
+        buffer = Buffer(max(nbytes, budget.ALIGNMENT))
+        stack.callback(close_buffer, buffer)
+        memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
+        if self.config.host.pinned is not False:
+            pinning = self.device.pin(memory)
+            if pinning.startswith("refused"):
+                self.notes.append(f"host frames: {pinning}")
+            else:
+                stack.callback(self.device.unpin, memory)
+        return Tier("host", memory, eviction(self.config.policy.eviction))
+
+    def _prefetch(self, capacity: int) -> Any:
+        ahead = self.config.policy.lookahead
+        limits: dict[str, Any] = {"accesses": 64, "nbytes": max(1, capacity // 2)}
+        if isinstance(ahead, int):
+            limits = {"accesses": ahead}
+        elif isinstance(ahead, Size):
+            limits = {"nbytes": ahead.resolve(0)}
+        if "nbytes" in limits:
+            limits["size"] = lambda number: self.table[number].nbytes
+        return prefetch(self.config.policy.prefetch, **limits)
+
+    def _trace(self) -> AnyTrace:
+        if self.config.trace.file is None:
+            return NullTrace()
+        groups = {
+            page.number: group for unit in self.units for group in unit.groups for page in pages_of(group)
+        }
+        return Trace.create(
+            self.config.trace.file,
+            units=[unit.name for unit in self.units],
+            pages=[
+                PageInfo(
+                    page.number,
+                    page.unit,
+                    page.kind.name.lower(),
+                    str(page.dtype).removeprefix("torch."),
+                    page.nbytes,
+                    tuple(field.name for field in groups[page.number].fields),
+                )
+                for page in self.table
+            ],
+            budgets=self.budgets,
+            meta={"policy": self.config.to_toml(), "device": self.device.name},
+        )
+
+    def _adopt(self, group: Group, dtype: torch.dtype | None) -> None:
+        """Copy a group's parameters into its pages; the module's own memory is let go of."""
+        host = self.pager.host
+        page = group.parameter
+        page.sinks = page.sinks and self.disk is not None
+        others = [each for part in group.parts for each in part.pages] + (
+            [group.gradient] if group.gradient else []
+        )
+        for each in others:
+            each.sinks = each.sinks and self.disk is not None
+        with self.door, torch.no_grad():
+            self.pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
+            assert page.host is not None
+            host.bytes_of(page.host).zero_()
+            for field in group.fields:
+                host.view(page.host, group.dtype, field.offset, field.size, field.stride).copy_(
+                    field.parameter
+                )
+            self.pager.unpin([page], dirty=True)
+            # A cast loses bits that the master weights keep.
+            if group.trainable and any(field.parameter.dtype is not group.dtype for field in group.fields):
+                self._adopt_masters(group)
+            if self.disk is not None:
+                self.pager.writeback([page])
+            group.unbind()
+
+    def _adopt_masters(self, group: Group) -> None:
+        host = self.pager.host
+        for part in group.parts:
+            master = part.master
+            if master is None:
+                continue
+            if self.disk is not None:
+                self.disk.provide([master])
+            self.pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
+            assert master.host is not None
+            whole = host.view(master.host, torch.float32, 0, (part.stop - part.start,), (1,))
+            for field in group.fields:
+                low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
+                if low < high:
+                    flat = storage_order(field.parameter.data)
+                    whole[low - part.start : high - part.start].copy_(
+                        flat[low - field.offset : high - field.offset]
+                    )
+            self.pager.unpin([master], dirty=True)
+            if self.disk is not None:
+                self.pager.writeback([master])
+
+    # -- closing ------------------------------------------------------------------------------------------
+
+    def close(self, restore: bool = True) -> None:
+        """Give the parameters back (with ``restore``), then everything else; idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.hooks.detach()
+        self.hooks.release_resident()
+        try:
+            with self.door:
+                self.pager.transfers.drain()
+                if restore:
+                    self._restore()
+                else:
+                    for unit in self.units:
+                        for group in unit.groups:
+                            group.unbind()
+                if self.config.disk.keep:
+                    self.pager.flush()
+        finally:
+            self._stack.close()
+
+    def _restore(self) -> None:
+        """Parameters, and gradients that are there, become ordinary tensors of their own."""
+        needed = sum(group.parameter.nbytes for unit in self.units for group in unit.groups)
+        if self.device.torch_device.type == "cpu" and needed > available_nbytes():
+            warnings.warn(
+                f"the parameters take {format_bytes(needed)} and {format_bytes(available_nbytes())} of memory are "
+                "available: they are not given back (NaN is in their place). Save state_dict() before close, or call "
+                "close(restore=False)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            for unit in self.units:
+                for group in unit.groups:
+                    group.unbind()
+            return
+        host = self.pager.host
+        for unit in self.units:
+            for group in unit.groups:
+                page = group.parameter
+                self.pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
+                assert page.host is not None
+                with torch.inference_mode(False):
+                    for index, field in enumerate(group.fields):
+                        view = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
+                        field.parameter.data = view.to(self.device.torch_device, copy=True)
+                        if group.landed[index] and group.gradient is not None and not group.gradient.blank:
+                            with torch.no_grad(), self.hooks.gradient_view(group, index) as gradient:
+                                field.parameter.grad = gradient.to(self.device.torch_device, copy=True)
+                self.pager.unpin([page])
+
+    # -- telling ------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise PagingError when the model has been closed."""
+        if self.closed:
+            raise PagingError("this TieredModule is closed; use the module that it wrapped, or wrap it again")
+
+    def stats(self) -> dict[str, Any]:
+        """The figures of :meth:`tiermem.TieredModule.stats`."""
+        with self.door:
+            counters = self.pager.counters
+            tiers: dict[str, Any] = {}
+            for tier in (self.pager.device, self.pager.host):
+                if tier is not None:
+                    tiers[tier.name] = {
+                        "budget": self.budgets[tier.name],
+                        "smallest": self.smallest[tier.name],
+                        "in_use": tier.slab.used,
+                        "peak": tier.slab.peak,
+                    }
+            used = self.disk.used if self.disk is not None else 0
+            tiers["disk"] = {"budget": self.budgets["disk"], "in_use": used, "peak": used}
+            cursor = self.steps.training.cursor
+            return {
+                "steps": self.steps.number,
+                "tiers": tiers,
+                "state_nbytes": sum(page.nbytes for page in self.table),
+                "links": {
+                    "disk_to_host": counters.disk_to_host.by_name(),
+                    "host_to_disk": counters.host_to_disk.by_name(),
+                    "host_to_device": counters.host_to_device.by_name(),
+                    "device_to_host": counters.device_to_host.by_name(),
+                },
+                "nbytes_written_to_disk": counters.host_to_disk.total,
+                "nbytes_read_from_disk": counters.disk_to_host.total,
+                "hits": counters.num_hits,
+                "faults": counters.num_faults,
+                "prefetches": {
+                    "begun": counters.num_prefetches,
+                    "used": counters.num_prefetches_used,
+                    "late": counters.num_prefetches_late,
+                    "wasted": counters.num_prefetches_wasted,
+                },
+                "evictions": counters.num_evictions,
+                "relocations": counters.num_relocations,
+                "failed_transfers": counters.num_failed,
+                "stall_seconds": sum(counters.stall_ns.values()) / 1e9,
+                "stall_seconds_by_cause": {cause: ns / 1e9 for cause, ns in counters.stall_ns.items()},
+                "departures": self.steps.departures,
+                "schedule_accesses": len(cursor.schedule) if cursor is not None else 0,
+            }
+
+    def check(self) -> None:
+        """Assert the invariants of all pages and frames (for tests)."""
+        with self.door:
+            self.table.check(self.pager.host.slab, self.pager.device.slab if self.pager.device else None)
+
+
+def pages_of(group: Group) -> list[Page]:
+    """All pages of a group."""
+    pages = [group.parameter, *([group.gradient] if group.gradient else [])]
+    return pages + [page for part in group.parts for page in part.pages]
+
+
+def storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements as they lie in memory (one dimension, a copy when there are gaps)."""
+    dense = tensor.contiguous() if not is_dense(tensor) else tensor
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Do the elements lie without gaps or overlaps, in whatever order of dimensions?"""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def free_nbytes(folder: Path) -> int:
+    """Bytes free on the filesystem of ``folder``, or of its nearest parent that exists."""
+    path = folder.absolute()
+    while not path.exists():
+        path = path.parent
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize
+
+
+def close_buffer(buffer: Buffer) -> None:
+    """Give the slab's memory back; while somebody still holds a view of a frame, it lives on with that view."""
+    with contextlib.suppress(BufferError):
+        buffer.close()
+
+
+def trim_memory() -> None:
+    """Have malloc give what the module's own parameters took back to the system."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

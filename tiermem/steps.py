@@ -1,0 +1,105 @@
+"""Steps: each step's schedule is recorded while the last one's is followed, so that the next learns from this one.
+
+A training step ends with the optimizer's. A forward under ``no_grad`` is an inference pass with a schedule of its own;
+between two training forwards it leaves the training schedule untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns as now
+
+from tiermem.policies import Access, Cursor, Phase, Recorder
+from tiermem.trace import AnyTrace, Event
+from tiermem.trace import Phase as TracePhase
+
+MAX_FORWARDS = 8
+"""Training forwards in a row without a backward after which they are taken for inference."""
+
+
+class Course:
+    """One kind of step: its last schedule, the cursor in it, and the recording of the one that runs."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.cursor: Cursor | None = None
+
+    def finish(self) -> None:
+        """The recorded step becomes the schedule to follow; the cursor stands at its beginning."""
+        schedule = self.recorder.finish()
+        self.recorder = Recorder()
+        if self.cursor is not None and self.cursor.schedule == schedule:
+            self.cursor.restart()
+        elif len(schedule):
+            old, self.cursor = self.cursor, Cursor(schedule)
+            if old is not None:  # what was counted stays counted
+                self.cursor.hits, self.cursor.departures = old.hits, old.departures
+                self.cursor.skipped = old.skipped
+
+
+class Steps:
+    """What the policies follow. ``follow`` is told the cursor to go by, whenever it becomes another one."""
+
+    def __init__(self, follow: Callable[[Cursor | None], None], trace: AnyTrace) -> None:
+        self.training = Course()
+        self.inference = Course()
+        self.number = 0  # training steps completed
+        self._follow = follow
+        self._trace = trace
+        self._now = self.training
+        self._forwards = 0
+        self._began = 0
+
+    @property
+    def departures(self) -> int:
+        """Accesses that no schedule expected, so far."""
+        courses = (self.training, self.inference)
+        return sum(course.cursor.departures for course in courses if course.cursor is not None)
+
+    def access(self, access: Access, pages: Sequence[int]) -> None:
+        """A unit is about to be used: record it, and move the cursor past it."""
+        course = self._now
+        course.recorder.record(access, pages)
+        if course is self.training and access.phase is not Phase.FORWARD:
+            self._forwards = 0
+        cursor = course.cursor
+        if cursor is not None and not cursor.advance(access):
+            self._trace.record(Event.DEPARTURE, now(), 0, access.unit, phase=access.phase)
+
+    def begin_pass(self, training: bool) -> None:
+        """A forward of the whole model begins."""
+        if not training:
+            self._switch(self.inference)
+            return
+        self._forwards += 1
+        if self._forwards > MAX_FORWARDS:
+            # Nobody calls backward: without an end these forwards would be one endless step.
+            self.training.finish()
+            self._forwards = 1
+            self._follow(self.training.cursor)
+        if not self._began:
+            self._began = now()
+        self._trace.step = self.number
+
+    def end_pass(self, training: bool) -> None:
+        """A forward of the whole model is over."""
+        if not training:
+            self.inference.finish()
+            self._switch(self.training)
+
+    def end_step(self) -> None:
+        """The optimizer is done: the step is complete."""
+        self._now = self.training
+        self.training.finish()
+        self._forwards = 0
+        self._follow(self.training.cursor)
+        begun = self._began or now()
+        self._trace.step = self.number
+        self._trace.record(Event.STEP, begun, now() - begun, phase=TracePhase.NONE)
+        self._began = now()
+        self.number += 1
+        self._trace.step = self.number
+
+    def _switch(self, course: Course) -> None:
+        self._now = course
+        self._follow(course.cursor)

@@ -1,0 +1,359 @@
+"""Transfers: every arrow of the page states, performed in one place.
+
+Note: landing. A transfer is submitted (frame reserved, state a journey), moves without us, and *lands* when somebody
+looks: in ``poll``, or because somebody waits. Only landing changes the page's place. A failed transfer lands too: the
+page is back where it came from, its source being untouched, and the error is kept for the next one who needs the page
+(of a writeback: for whoever comes next, since nobody needs a page that leaves).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns as now
+
+from tiermem.aio import Queue
+from tiermem.device import Copy, Device
+from tiermem.disk import Disk
+from tiermem.errors import PagingError, TransferError
+from tiermem.page import Page, State
+from tiermem.slab import Frame
+from tiermem.stats import Counters, Link
+from tiermem.tier import Tier
+from tiermem.trace import AnyTrace, Event, Phase, Reason
+from tiermem.trace import Tier as At
+
+ARROW = {
+    State.READING: (At.DISK, At.HOST),
+    State.WRITING: (At.HOST, At.DISK),
+    State.LOADING: (At.HOST, At.DEVICE),
+    State.STORING: (At.DEVICE, At.HOST),
+}
+
+
+class Transfer:
+    """One copy in flight: how to ask for its end, when it began, and why."""
+
+    __slots__ = ("done", "reason", "start", "wait")
+
+    def __init__(self, done: Callable[[], bool], wait: Callable[[], None], reason: Reason) -> None:
+        self.done = done
+        self.wait = wait
+        self.reason = reason
+        self.start = now()
+
+
+class Transfers:
+    """What is in flight between the tiers, and the only code that changes where a page is.
+
+    ``device`` is None where the host is the device (the CPU); ``disk`` is None as long as there is none. Callers
+    hold the pager's lock.
+    """
+
+    def __init__(
+        self,
+        host: Tier,
+        device: Tier | None,
+        disk: Disk | None,
+        queue: Queue | None,
+        copier: Device,
+        trace: AnyTrace,
+    ) -> None:
+        self.host = host
+        self.device = device
+        self.disk = disk
+        self.counters = Counters()
+        self.trace = trace
+        self.phase: int = Phase.NONE  # written into every record
+        self._queue = queue
+        self._copier = copier
+        self._flying: dict[int, Page] = {}  # page number -> page on a journey
+        self._error: TransferError | None = None  # of a writeback
+        self._links: dict[State, Link] = {
+            State.READING: self.counters.disk_to_host,
+            State.WRITING: self.counters.host_to_disk,
+            State.LOADING: self.counters.host_to_device,
+            State.STORING: self.counters.device_to_host,
+        }
+
+    # -- in flight ----------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        """Is anything in flight?"""
+        return bool(self._flying)
+
+    @property
+    def oldest(self) -> Page:
+        """The page whose transfer was submitted first."""
+        return next(iter(self._flying.values()))
+
+    def leaving(self) -> Iterator[Frame]:
+        """Host frames that will be free as soon as their pages are written."""
+        for page in self._flying.values():
+            if page.leaving and page.host is not None:
+                yield page.host
+
+    def poll(self) -> None:
+        """Land every transfer that has ended."""
+        if self._flying:
+            for page in [page for page in self._flying.values() if _transfer(page).done()]:
+                self.wait(page)
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight. Errors stay with their pages."""
+        while self._flying:
+            self.wait(self.oldest)
+
+    def raise_error(self, page: Page | None = None) -> None:
+        """Raise the error of a transfer of ``page`` that nobody waited for; without a page, that of a writeback."""
+        if page is None:
+            error, self._error = self._error, None
+        else:
+            error, page.error = page.error, None
+        if error is not None:
+            raise error
+
+    def wait(self, page: Page) -> None:
+        """Block until the page's transfer has ended, and land it."""
+        transfer = _transfer(page)
+        error: TransferError | None = None
+        try:
+            transfer.wait()
+        except OSError as failure:
+            error = self._failed(page, failure)
+        journey = page.state
+        page.transfer = None
+        del self._flying[page.number]
+        source, target = ARROW[journey]
+        if error is None:
+            self._links[journey].nbytes[page.kind] += page.nbytes
+            event = Event.LANDED if journey in (State.READING, State.LOADING) else Event.WRITEBACK
+            reason = transfer.reason
+        else:
+            self.counters.num_failed += 1
+            event = Event.FAILED
+            reason = Reason.NO_SPACE if error.errno == errno.ENOSPC else Reason.IO_ERROR
+        self.record(event, page, source, target, reason, transfer.start, now() - transfer.start)
+        _LANDINGS[journey](self, page, error)
+
+    # -- submitting ---------------------------------------------------------------------------------------
+
+    def read(self, page: Page, frame: Frame, reason: Reason) -> None:
+        """DISK -> READING, into a frame that was reserved for the page."""
+        assert self.disk is not None
+        try:
+            ticket = self.disk.read(page, self.host.address_of(frame))
+        except BaseException:
+            self.host.slab.release(frame)
+            raise
+        page.host = frame
+        self._depart(page, State.READING, self._on_disk(ticket, reason))
+
+    def write(self, page: Page, reason: Reason, *, leaving: bool = False) -> None:
+        """HOST -> WRITING; ``leaving``: its frame is released when it has landed."""
+        if page.extent is None:
+            if self.disk is None:
+                raise PagingError(
+                    f"{page!r} has to leave the host and there is no disk tier: name disk.paths"
+                )
+            self.disk.provide([page])
+        assert self.disk is not None
+        assert page.host is not None
+        ticket = self.disk.write(page, self.host.address_of(page.host))
+        page.leaving = leaving
+        self._depart(page, State.WRITING, self._on_disk(ticket, reason))
+
+    def load(self, page: Page, frame: Frame, reason: Reason) -> None:
+        """HOST -> LOADING, into a device frame that was reserved for the page."""
+        assert self.device is not None
+        assert page.host is not None
+        page.device = frame
+        copy = self._copier.copy(self.device.bytes_of(frame), self.host.bytes_of(page.host))
+        self._unbind(page)
+        self._depart(page, State.LOADING, _of_copy(copy, reason))
+
+    def store(self, page: Page) -> None:
+        """DEVICE -> STORING, into the host frame that the page has."""
+        assert self.device is not None
+        assert page.host is not None
+        assert page.device is not None
+        copy = self._copier.copy(self.host.bytes_of(page.host), self.device.bytes_of(page.device))
+        self._unbind(page)
+        self._depart(page, State.STORING, _of_copy(copy, Reason.STATE))
+
+    def _on_disk(self, ticket: int, reason: Reason) -> Transfer:
+        queue = self._queue
+        assert queue is not None
+        return Transfer(lambda: queue.done(ticket), lambda: queue.wait(ticket), reason)
+
+    def _depart(self, page: Page, journey: State, transfer: Transfer) -> None:
+        page.state = journey
+        page.transfer = transfer
+        self._flying[page.number] = page
+
+    # -- landing ------------------------------------------------------------------------------------------
+
+    def _land_reading(self, page: Page, error: TransferError | None) -> None:
+        if error is None:
+            page.state = State.HOST
+            page.dirty = False
+            self.host.eviction.admitted(page.number)
+        else:
+            page.state = State.DISK
+            page.error = error
+            page.prefetched = False
+            frame, page.host = page.host, None
+            assert frame is not None
+            self._release(self.host, frame, page, Reason.IO_ERROR)
+
+    def _land_writing(self, page: Page, error: TransferError | None) -> None:
+        page.state = State.HOST
+        leaving, page.leaving = page.leaving, False
+        if error is not None:
+            self._error = error  # the page is still here and dirty: nothing is lost
+            return
+        page.dirty = False
+        if leaving:
+            self.drop(page, Reason.NONE, traced=False)
+
+    def _land_loading(self, page: Page, error: TransferError | None) -> None:
+        assert self.device is not None
+        if error is None:
+            page.state = State.DEVICE
+            self.device.eviction.admitted(page.number)
+            return
+        page.state = State.HOST
+        page.error = error
+        frame, page.device = page.device, None
+        assert frame is not None
+        self._release(self.device, frame, page, Reason.IO_ERROR)
+
+    def _land_storing(self, page: Page, error: TransferError | None) -> None:
+        page.state = State.DEVICE
+        if error is not None:
+            page.error = error
+            return
+        page.device_dirty = False
+        page.dirty = True
+        page.blank = False
+        self.host.eviction.admitted(page.number)
+        self.drop_device(page, Reason.STATE)
+
+    def _failed(self, page: Page, failure: OSError) -> TransferError:
+        source, target = ARROW[page.state]
+        path = self.disk.path_of(page) if self.disk is not None and page.extent is not None else None
+        error = TransferError(
+            f"the {page.kind.name.lower()} page of unit {page.unit} (page {page.number}, {page.nbytes} bytes)",
+            source.name.lower(),
+            target.name.lower(),
+            path,
+            failure.errno or 0,
+            str(failure.strerror or failure),
+        )
+        error.__cause__ = failure
+        return error
+
+    # -- frames -------------------------------------------------------------------------------------------
+
+    def reserve(self, tier: Tier, page: Page, reason: Reason) -> Frame | None:
+        """Cut a frame for the page out of a hole; None when there is none that holds it."""
+        frame = tier.slab.reserve(page)
+        if frame is not None:
+            self.record(Event.RESERVE, page, At.NONE, self._at(tier), reason)
+        return frame
+
+    def settle(self, page: Page, frame: Frame) -> None:
+        """DISK -> HOST without reading: the content comes into being in the frame."""
+        page.host = frame
+        page.state = State.HOST
+        self.host.eviction.admitted(page.number)
+        self.record(Event.LANDED, page, At.NONE, At.HOST, Reason.CREATE)
+
+    def drop(self, page: Page, reason: Reason, *, traced: bool = True) -> None:
+        """Release the host frame of a page that is clean, or whose content isn't needed any more.
+
+        A page that is on the device too stays there; any other is on the disk, or blank, from here on.
+        """
+        frame = page.host
+        assert frame is not None
+        if page.spent:
+            page.dirty = False
+            page.blank = True
+        assert page.blank or not page.dirty, f"dropping a dirty page: {page!r}"
+        page.dirty = False
+        if traced:
+            self.record(Event.EVICT, page, At.HOST, At.NONE if page.blank else At.DISK, reason)
+        page.host = None
+        if page.state is not State.DEVICE:
+            self._unbind(page)
+            page.state = State.DISK
+            if page.prefetched:
+                page.prefetched = False
+                self.counters.num_prefetches_wasted += 1
+        self.host.eviction.removed(page.number)
+        self._release(self.host, frame, page, reason)
+
+    def drop_device(self, page: Page, reason: Reason) -> None:
+        """Release the device frame of a page whose copy below is good."""
+        assert self.device is not None
+        assert not page.device_dirty, f"dropping a page written on the device: {page!r}"
+        frame, page.device = page.device, None
+        assert frame is not None
+        self._unbind(page)
+        self.record(Event.EVICT, page, At.DEVICE, At.HOST if page.host else At.DISK, reason)
+        page.state = State.HOST if page.host is not None else State.DISK
+        self.device.eviction.removed(page.number)
+        self._release(self.device, frame, page, reason)
+
+    def _release(self, tier: Tier, frame: Frame, page: Page, reason: Reason) -> None:
+        tier.slab.release(frame)
+        self.record(Event.RELEASE, page, self._at(tier), At.NONE, reason)
+
+    def _unbind(self, page: Page) -> None:
+        for user in page.users:
+            user.unbind()
+
+    def _at(self, tier: Tier) -> At:
+        return At.HOST if tier is self.host else At.DEVICE
+
+    def record(
+        self,
+        event: Event,
+        page: Page,
+        source: At,
+        target: At,
+        reason: Reason,
+        start: int = 0,
+        duration: int = 0,
+    ) -> None:
+        """Write one event of a page into the trace; without ``start``, it is now."""
+        self.trace.record(
+            event,
+            start or now(),
+            duration,
+            page.unit,
+            page.number,
+            page.nbytes,
+            source,
+            target,
+            reason,
+            self.phase,
+        )
+
+
+def _transfer(page: Page) -> Transfer:
+    transfer = page.transfer
+    assert isinstance(transfer, Transfer), f"4: {page!r} has no transfer"
+    return transfer
+
+
+def _of_copy(copy: Copy, reason: Reason) -> Transfer:
+    return Transfer(copy.done, copy.wait, reason)
+
+
+_LANDINGS: dict[State, Callable[[Transfers, Page, TransferError | None], None]] = {
+    State.READING: Transfers._land_reading,
+    State.WRITING: Transfers._land_writing,
+    State.LOADING: Transfers._land_loading,
+    State.STORING: Transfers._land_storing,
+}

@@ -1,0 +1,346 @@
+"""Units: which modules fault, compute and are evicted as one, and how their tensors lie in pages.
+
+Units are found by what a model looks like (repeated blocks, embeddings, heads), or by patterns of module names. What
+is small, or belongs to no unit, is together in the *resident* unit, which stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tiermem.errors import ConfigError
+from tiermem.page import Kind, Page
+from tiermem.slab import Frame
+from tiermem.table import PageTable
+from tiermem.tier import Tier, aligned
+
+
+class Field(NamedTuple):
+    """One parameter's place in the pages of its group: ``offset`` and ``numel`` in elements."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    numel: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A run of a group's elements whose optimizer state is in pages of its own, so that no page of state is large.
+
+    ``master`` is None where the parameter itself is float32. All three are float32.
+    """
+
+    start: int
+    stop: int
+    master: Page | None
+    exp_avg: Page
+    exp_avg_sq: Page
+
+    @property
+    def pages(self) -> list[Page]:
+        """The pages of optimizer state of these elements."""
+        return [page for page in (self.master, self.exp_avg, self.exp_avg_sq) if page is not None]
+
+
+class Group:
+    """The tensors of one unit that have a page together: one dtype, all trainable or all frozen.
+
+    The parameter page, the gradient page and the parts' pages give every element the same offset. ``landed`` says of
+    which fields a gradient has arrived since the last ``zero_grad``.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        fields: Sequence[Field],
+        numel: int,
+        parameter: Page,
+        gradient: Page | None,
+        device: torch.device,
+    ) -> None:
+        self.unit = unit
+        self.fields = tuple(fields)
+        self.numel = numel
+        self.parameter = parameter
+        self.gradient = gradient
+        self.parts: tuple[Part, ...] = ()
+        self.landed = bytearray(len(fields))
+        self.norms: list[torch.Tensor | None] = [None] * len(fields)  # of the gradients, where known
+        self.wants_norms = False  # does the loop clip? then norms are taken as gradients land
+        self.scale: torch.Tensor | None = (
+            None  # by which clipping wants the gradients multiplied, still to be done
+        )
+        self.versions = [field.parameter._version for field in fields]  # when last seen: a user's write shows
+        self.stale: set[int] = set()  # fields that a user wrote: their master weights must follow
+        self.num_open = 0  # units between enter and exit that use these parameters
+        # (address of the slab, offset of the frame) that the parameters view; at first it is memory of their own.
+        self._bound: tuple[int, int] | None = (0, 0)
+        # One element behind every index: the shape stays, and whoever computes with it by mistake gets NaN.
+        fill = float("nan") if parameter.dtype.is_floating_point else 0
+        self._absent = torch.full((1,), fill, dtype=parameter.dtype, device=device)
+
+    @property
+    def trainable(self) -> bool:
+        """Do these parameters get gradients?"""
+        return self.gradient is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters, and of their gradients."""
+        return self.parameter.dtype
+
+    def bind(self, tier: Tier, frame: Frame) -> None:
+        """Make the parameters views into ``frame``, which holds their page."""
+        place = (tier.address, frame.offset)
+        if self._bound == place:
+            return
+        # Outside inference mode: a view made in it could never be saved for backward later.
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            for field in self.fields:
+                field.parameter.data = tier.view(frame, self.dtype, field.offset, field.size, field.stride)
+        self._bound = place
+
+    def unbind(self) -> None:
+        """Leave the parameters with their shape and without their bytes."""
+        if self._bound is None:
+            return
+        self._bound = None
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            for field in self.fields:
+                field.parameter.data = self._absent.expand(field.size)
+
+
+class Unit:
+    """What faults, computes and is evicted as one.
+
+    ``groups`` are its own tensors; ``pages`` the parameter pages it computes with, tied ones of other units included.
+    ``outer`` are the numbers of the units that contain it. Unit 0 is the resident one.
+    """
+
+    def __init__(self, number: int, name: str, module: nn.Module) -> None:
+        self.number = number
+        self.name = name
+        self.module = module
+        self.groups: list[Group] = []
+        self.uses: list[Group] = []
+        self.outer: frozenset[int] = frozenset()
+
+    @property
+    def resident(self) -> bool:
+        """Is it the one that stays on the device?"""
+        return self.number == 0
+
+    @cached_property
+    def pages(self) -> list[Page]:
+        """The parameter pages that it computes with."""
+        return [group.parameter for group in self.uses]
+
+    @cached_property
+    def gradient_pages(self) -> list[Page]:
+        """The gradient pages of its own tensors."""
+        return [group.gradient for group in self.groups if group.gradient is not None]
+
+
+def find_units(net: nn.Module, patterns: Sequence[str], limit: int) -> dict[str, nn.Module]:
+    """The modules that are units, by name, in the module tree's order; the root is never among them.
+
+    With ``patterns``, those whose qualified names match one (``*`` stands for one level). Without, a module is a unit
+    when it is one of several of a kind in a list, has parameters of its own, or has nothing below it, as long as its
+    parameters take no more than ``limit`` bytes; a larger one is looked into. Modules so small that paging them makes
+    no sense are left to the resident unit.
+    """
+    if patterns:
+        return _matching(net, patterns)
+    found: dict[str, nn.Module] = {}
+    _look(net, "", limit, found)
+    total = nbytes_of(net)
+    # A module below 1/256 of the model isn't worth a fault, as long as all of these together stay small.
+    allowance = total // 16
+    for name, module in sorted(found.items(), key=lambda item: nbytes_of(item[1])):
+        nbytes = nbytes_of(module)
+        if nbytes * 256 > total or nbytes > allowance:
+            break
+        allowance -= nbytes
+        del found[name]
+    return {name: module for name, module in net.named_modules() if name in found}
+
+
+def nbytes_of(module: nn.Module) -> int:
+    """Bytes of all parameters of a module, each counted once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _matching(net: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    def match(name: str, pattern: str) -> bool:
+        names, wanted = name.split("."), pattern.split(".")
+        return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
+
+    modules = {name: module for name, module in net.named_modules() if name}
+    idle = [pattern for pattern in patterns if not any(match(name, pattern) for name in modules)]
+    if idle:
+        names = ", ".join(list(modules)[:8])
+        raise ConfigError(
+            f"policy.units: {idle!r} match no module; there are {names}, ... (* stands for one level)"
+        )
+    return {
+        name: module for name, module in modules.items() if any(match(name, pattern) for pattern in patterns)
+    }
+
+
+def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module]) -> None:
+    children = [(key, child) for key, child in module.named_children() if nbytes_of(child)]
+    kinds = [type(child) for _, child in children]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for key, child in children:
+        path = f"{name}.{key}" if name else key
+        below = [inner for inner in child.children() if nbytes_of(inner)]
+        own = next(child.parameters(recurse=False), None) is not None
+        whole = own or not below or (is_list and kinds.count(type(child)) > 1)
+        if (
+            whole
+            and (nbytes_of(child) <= limit or not below)
+            and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        ):
+            found[path] = child
+        else:
+            _look(child, path, limit, found)
+
+
+def build_units(
+    net: nn.Module,
+    modules: dict[str, nn.Module],
+    table: PageTable,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    part_numel: int,
+    sinks: dict[Kind, bool],
+) -> list[Unit]:
+    """The units of ``net`` with their groups, and their pages in ``table``; nothing is moved yet.
+
+    ``dtype``: the compute dtype of floating-point parameters (None: their own); ``device``: where. ``part_numel``: the most elements
+    of one page of optimizer state. ``sinks``: which kinds may go to the disk.
+    """
+    units = [Unit(0, "(resident)", net)]
+    units += [Unit(number, name, module) for number, (name, module) in enumerate(modules.items(), 1)]
+    by_module = {id(unit.module): unit for unit in units[1:]}
+    owner: dict[int, Unit] = {}
+    names: dict[int, str] = {}
+    members: dict[int, list[nn.Parameter]] = {unit.number: [] for unit in units}
+    for unit, path, module in _walk(net, "", units[0], by_module, set()):
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in owner and parameter.numel():
+                _admit(parameter, f"{path}.{key}" if path else key)
+                owner[id(parameter)] = unit
+                names[id(parameter)] = f"{path}.{key}" if path else key
+                members[unit.number].append(parameter)
+    home: dict[int, Group] = {}
+    for unit in units:
+        batches: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        for parameter in members[unit.number]:
+            of = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            batches.setdefault((of, parameter.requires_grad), []).append(parameter)
+        for (of, trainable), parameters in batches.items():
+            group = _group(unit, parameters, names, of, trainable, device, table, part_numel, sinks)
+            unit.groups.append(group)
+            home.update((id(parameter), group) for parameter in parameters)
+    for unit in units:
+        uses = dict.fromkeys(unit.groups)
+        if not unit.resident:
+            inside = (
+                p
+                for m in _own_modules(unit.module, by_module)
+                for p in m.parameters(recurse=False)
+                if p.numel()
+            )
+            uses |= dict.fromkeys(home[id(parameter)] for parameter in inside)
+        unit.uses = [group for group in uses if unit.resident or group.unit != 0]
+        unit.outer = frozenset(
+            other.number
+            for other in units[1:]
+            if other is not unit and any(module is unit.module for module in other.module.modules())
+        )
+    return units
+
+
+def _walk(
+    module: nn.Module, path: str, unit: Unit, by_module: dict[int, Unit], seen: set[int]
+) -> Iterator[tuple[Unit, str, nn.Module]]:
+    """Every module once, with the innermost unit that it is in."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    unit = by_module.get(id(module), unit)
+    yield unit, path, module
+    for key, child in module.named_children():
+        yield from _walk(child, f"{path}.{key}" if path else key, unit, by_module, seen)
+
+
+def _own_modules(module: nn.Module, by_module: dict[int, Unit]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if id(child) not in by_module:
+            yield from _own_modules(child, by_module)
+
+
+def _admit(parameter: nn.Parameter, name: str) -> None:
+    if type(parameter) is not nn.Parameter:
+        raise ConfigError(
+            f"parameter {name} is a {type(parameter).__name__}: only plain torch.nn.Parameter can be paged "
+            "(initialise lazy modules, unwrap distributed ones, close the model that pages it already)"
+        )
+    if parameter.is_meta or parameter.layout is not torch.strided:
+        raise ConfigError(f"parameter {name} has no dense data ({parameter.device}, {parameter.layout})")
+
+
+def _group(
+    unit: Unit,
+    parameters: Sequence[nn.Parameter],
+    names: dict[int, str],
+    dtype: torch.dtype,
+    trainable: bool,
+    device: torch.device,
+    table: PageTable,
+    part_numel: int,
+    sinks: dict[Kind, bool],
+) -> Group:
+    fields = []
+    offset = 0
+    for parameter in parameters:
+        numel = parameter.numel()
+        size = tuple(parameter.shape)
+        dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+        fields.append(Field(names[id(parameter)], parameter, offset, numel, size, tuple(dense.stride())))
+        offset += aligned(numel, dtype)
+
+    def page(kind: Kind, of: torch.dtype, numel: int) -> Page:
+        return table.add(unit.number, kind, of, numel, sinks=sinks[kind])
+
+    gradient = page(Kind.GRADIENT, dtype, offset) if trainable else None
+    group = Group(unit.number, fields, offset, page(Kind.PARAMETER, dtype, offset), gradient, device)
+    group.parameter.users.append(group)
+    if trainable:
+        # Parts of equal size, so that the frames of one are as good for another's pages.
+        count = -(-offset // part_numel)
+        size_of = aligned(-(-offset // count), torch.uint8)
+        edges = [*range(0, offset, size_of), offset]
+        group.parts = tuple(
+            Part(
+                start,
+                stop,
+                page(Kind.MASTER, torch.float32, stop - start) if dtype is not torch.float32 else None,
+                page(Kind.EXP_AVG, torch.float32, stop - start),
+                page(Kind.EXP_AVG_SQ, torch.float32, stop - start),
+            )
+            for start, stop in pairwise(edges)
+        )
+    return group
