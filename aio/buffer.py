@@ -6,12 +6,14 @@ no memory until it is touched, and then exactly what was touched.
 """
 
 import ctypes
+import errno
 import mmap
 import resource
 from types import TracebackType
 from typing import Final
 
 HUGE_NBYTES: Final = 2 << 20
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python's mmap has no name for it
 
 
 def _shortage() -> str:
@@ -52,6 +54,7 @@ class Buffer:
             raise MemoryError(f"no memory for a Buffer of {nbytes} bytes: {error}; {_shortage()}") from error
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         skip = -start % HUGE_NBYTES if slack else 0
+        self._skip = skip
         self.address = start + skip
         self.nbytes = nbytes
         self.huge = False
@@ -63,6 +66,23 @@ class Buffer:
                 pass  # a kernel built without them: the memory is good all the same
         with memoryview(self._map) as whole:
             self.view = whole[skip : skip + nbytes]
+
+    def touch(self) -> None:
+        """Makes all of it resident now, its bytes unchanged, so that no later use waits for the kernel.
+
+        Do it before a file is written from fresh memory: the kernel would back that with its shared page of
+        zeros, and some kernels can't make a huge page of it any more. Raises MemoryError when there isn't
+        enough.
+        """
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE, self._skip, self.nbytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise MemoryError(
+                    f"no memory to fill a Buffer of {self.nbytes} bytes: {_shortage()}"
+                ) from error
+            with self.view[:: mmap.PAGESIZE] as every:
+                every[:] = bytes(every)
 
     def close(self) -> None:
         """Gives the memory back. Raises BufferError, and keeps it, while arrays or views of it live."""

@@ -4,11 +4,13 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tiermem.aio.buffer import Buffer
 from tiermem.aio.file import File
 from tiermem.aio.queue import Queue, open_queue
+
+NUM_TRANSFERS: Final = 8
 
 
 class Speed(NamedTuple):
@@ -20,18 +22,28 @@ class Speed(NamedTuple):
     engine: str
 
 
+def fill(buffer: Buffer) -> None:
+    """Makes the buffer resident, full of random bytes: zeros are cheaper to some disks."""
+    buffer.touch()
+    noise = os.urandom(min(buffer.nbytes, 1 << 20))
+    for at in range(0, buffer.nbytes, len(noise)):
+        piece = buffer.view[at : at + len(noise)]
+        piece[:] = noise[: len(piece)]
+
+
 def sweep(queue: Queue, file: File, buffer: Buffer, nbytes: int, writing: bool) -> float:
-    """Seconds to read or write the file's first `nbytes` in order, with two transfers of half the buffer each
-    in flight."""
-    span = buffer.nbytes // 2
+    """Seconds to read or write the file's first `nbytes` in order, in eight transfers at a time that share the
+    buffer."""
+    span = buffer.nbytes // NUM_TRANSFERS
     begin = queue.write if writing else queue.read
     tickets: list[int] = []
     start = time.perf_counter()
     for number, offset in enumerate(range(0, nbytes, span)):
-        if number >= 2:
-            queue.wait(tickets[number - 2])
-        tickets.append(begin(file, offset, buffer.address + number % 2 * span, min(span, nbytes - offset)))
-    for ticket in tickets[-2:]:
+        if number >= NUM_TRANSFERS:
+            queue.wait(tickets[number - NUM_TRANSFERS])
+        address = buffer.address + number % NUM_TRANSFERS * span
+        tickets.append(begin(file, offset, address, min(span, nbytes - offset)))
+    for ticket in tickets[-NUM_TRANSFERS:]:
         queue.wait(ticket)
     return time.perf_counter() - start
 
@@ -50,9 +62,10 @@ def measure(
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".tiermem-speed-") as inside,
         File(Path(inside) / "speed", nbytes, create=True) as file,
-        Buffer(2 * request * depth) as buffer,
+        Buffer(NUM_TRANSFERS * request * -(-2 * depth // NUM_TRANSFERS)) as buffer,
         open_queue(engine, request, depth) as queue,
     ):
+        fill(buffer)
         sweep(queue, file, buffer, nbytes, writing=True)
         write = sweep(queue, file, buffer, nbytes, writing=True)
         read = sweep(queue, file, buffer, nbytes, writing=False)

@@ -1,6 +1,8 @@
 """Buffers: aligned, exactly as long as asked, and refused in numbers."""
 
 import ctypes
+import mmap
+import struct
 import subprocess
 import sys
 
@@ -26,21 +28,30 @@ def test_the_view_starts_at_the_address() -> None:
 
 
 def test_it_holds_no_more_than_what_was_touched() -> None:
-    def resident() -> int:
-        with open("/proc/self/smaps") as lines:
-            inside = False
-            for line in lines:
-                if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
-                    low, high = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
-                    inside = low <= last < high
-                elif inside and line.startswith("Rss:"):
-                    return int(line.split()[1]) << 10
-        return 0
+    def resident(buffer: Buffer) -> int:
+        with open("/proc/self/pagemap", "rb") as entries:
+            entries.seek(buffer.address // mmap.PAGESIZE * 8)
+            found = entries.read(-(-buffer.nbytes // mmap.PAGESIZE) * 8)
+        return sum(entry >> 63 for (entry,) in struct.iter_unpack("Q", found)) * mmap.PAGESIZE
 
     with Buffer(2 * HUGE_NBYTES + 4096) as buffer:
-        last = buffer.address + buffer.nbytes - 1
+        assert resident(buffer) == 0
         buffer.view[-1] = 1
-        assert resident() <= 4096
+        assert resident(buffer) == mmap.PAGESIZE
+        buffer.view[0] = 1
+        assert resident(buffer) <= HUGE_NBYTES + mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("populate", [True, False])
+@pytest.mark.parametrize("nbytes", [5000, 2 * HUGE_NBYTES + 5000])
+def test_touch_keeps_the_bytes(monkeypatch: pytest.MonkeyPatch, nbytes: int, populate: bool) -> None:
+    if not populate:  # as on a kernel before 5.14: advice that no kernel knows
+        monkeypatch.setattr("tiermem.aio.buffer._MADV_POPULATE_WRITE", 12345)
+    with Buffer(nbytes) as buffer:
+        buffer.view[-4:] = b"page"
+        buffer.touch()
+        assert buffer.view[-4:] == b"page"
+        assert not any(buffer.view[:-4])
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
