@@ -209,10 +209,11 @@ def test_threads_follow_the_callers_denormal_mode(kernel):
     assert spans[0].exp_avg.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("offset", range(1, 17))
+@pytest.mark.parametrize("count", [600, 70_000])
+@pytest.mark.parametrize("offset", [*range(1, 17), 31, 32, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_element_may_be_first(kernel, dtype, offset):
-    whole = make_span(600 + offset, dtype, dtype)
+def test_any_element_may_be_first(kernel, dtype, offset, count):
+    whole = make_span(count + offset, dtype, dtype)
     reference = Span(*(None if t is None else t[offset:].clone() for t in vars(whole).values()))
     update(kernel, whole, make_hyper(), first=offset)
     update(kernel, reference, make_hyper())
@@ -221,7 +222,7 @@ def test_any_element_may_be_first(kernel, dtype, offset):
 
 
 def test_nothing_beyond_the_span_is_written(kernel):
-    for count in SIZES:
+    for count in (*SIZES, 65_536, 70_001):
         span = make_span(count + 128, torch.bfloat16, torch.bfloat16)
         before = span.clone()
         update(kernel, span, make_hyper(), first=64, last=64 + count)

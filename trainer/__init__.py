@@ -1,1 +1,5 @@
-"""Training on tiered memory: optimizer, partitioning over ranks, precision, checkpoints, the loop."""
+"""Training on tiered memory: the optimizer, and the loop of the command line."""
+
+from tiermem.trainer.adam import Adam, AdamW
+
+__all__ = ["Adam", "AdamW"]

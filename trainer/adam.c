@@ -19,7 +19,9 @@
 #include <immintrin.h>
 #endif
 
-#define TILE 512
+#define TILE 256
+#define LINE (64 / sizeof(uint16_t)) /* half-precision elements in a cache line */
+#define STREAM_FROM (1 << 16)
 #define INLINE static inline __attribute__((always_inline))
 
 struct update {
@@ -94,13 +96,23 @@ INLINE void load_gradients(float *restrict tile, const struct update *u, size_t 
   }
 }
 
+/* Parameters from their masters. Those of a long span won't be in a cache when they are next read, so they go past
+   it: an ordinary store would first read the line it is about to overwrite. */
 INLINE void store_parameters(const struct update *u, size_t first, size_t n) {
+  uint16_t narrow[TILE] __attribute__((aligned(64)));
   const float *restrict master = u->master + first;
-  uint16_t *restrict parameter = (uint16_t *)u->parameter + first;
+  uint16_t *parameter = (uint16_t *)u->parameter + first;
+  size_t streamed = 0;
   if (u->parameter_dtype == ADAM_BFLOAT16)
-    for (size_t i = 0; i < n; i++) parameter[i] = narrow_bfloat16(master[i]);
+    for (size_t i = 0; i < n; i++) narrow[i] = narrow_bfloat16(master[i]);
   else
-    for (size_t i = 0; i < n; i++) parameter[i] = narrow_float16(master[i]);
+    for (size_t i = 0; i < n; i++) narrow[i] = narrow_float16(master[i]);
+#if defined(__x86_64__)
+  if (u->count >= STREAM_FROM && (uintptr_t)parameter % 16 == 0)
+    for (; streamed + 8 <= n; streamed += 8)
+      _mm_stream_si128((__m128i *)(parameter + streamed), *(const __m128i *)(narrow + streamed));
+#endif
+  memcpy(parameter + streamed, narrow + streamed, (n - streamed) * sizeof *parameter);
 }
 
 /* The operations and their order are those of torch.optim.adam._single_tensor_adam. */
@@ -127,8 +139,10 @@ INLINE void step_tile(float *restrict parameter, float *restrict exp_avg, float 
 INLINE void step_span(const struct update *u) {
   float tile[TILE] __attribute__((aligned(64)));
   const int direct = u->gradient_dtype == ADAM_FLOAT32 && u->gradient_factor == 1.0f;
-  for (size_t first = 0; first < u->count; first += TILE) {
-    size_t n = u->count - first < TILE ? u->count - first : TILE;
+  /* The first tile is cut so that the others begin on a cache line of the parameter. */
+  size_t n = TILE - ((uintptr_t)u->parameter / sizeof(uint16_t)) % LINE;
+  for (size_t first = 0; first < u->count; first += n, n = TILE) {
+    if (n > u->count - first) n = u->count - first;
     const float *gradient = (const float *)u->gradient + first;
     if (!direct) {
       load_gradients(tile, u, first, n);
@@ -140,6 +154,9 @@ INLINE void step_span(const struct update *u) {
       step_tile(u->master + first, u->exp_avg + first, u->exp_avg_sq + first, gradient, n, u, 0);
     if (u->parameter_dtype != ADAM_FLOAT32) store_parameters(u, first, n);
   }
+#if defined(__x86_64__)
+  _mm_sfence(); /* streamed parameters are seen before the caller is told that they are written */
+#endif
 }
 
 __attribute__((noinline)) static void step_baseline(const struct update *u) { step_span(u); }

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from tiermem.hooks import Hooks
+from tiermem.parameter import owner_of
 from tiermem.trainer.kernel import Hyper, Kernel
+from tiermem.trainer.paged import PagedUpdate
 
 __all__ = ["Adam", "AdamW"]
 
@@ -75,6 +78,7 @@ class Adam(Optimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         self._kernel = kernel
         self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._paged: dict[Hooks, PagedUpdate] = {}  # for each wrapped model among the parameters
         defaults = {
             "lr": lr,
             "betas": (float(betas[0]), float(betas[1])),
@@ -100,6 +104,7 @@ class Adam(Optimizer):
                 raise ValueError("the state was saved with amsgrad=True, which tiermem's Adam doesn't offer")
         super().__setstate__(state)
         self.__dict__.setdefault("_kernel", None)
+        self.__dict__.setdefault("_paged", {})
         self._seen = {}
         for group in self.param_groups:
             group.setdefault("maximize", False)
@@ -124,6 +129,11 @@ class Adam(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = self._update_of(p)
+                if update is not None:
+                    update.write(p, self.state.pop(p, {}))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -139,12 +149,60 @@ class Adam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step_group(group)
+            self._step_plain(group, (p for p in group["params"] if owner_of(p) is None))
+        if self._paged:
+            hypers = [hyper_of(group) for group in self.param_groups]
+            for update in self._paged.values():
+                update.step(self.kernel, hypers)
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        """Update one group. Parameters that live in pages are told apart and dispatched from here."""
-        self._step_plain(group, group["params"])
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; those of paged parameters page by page, without bringing them back."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if owner_of(p) is not None and set_to_none:
+                    continue
+                if p.grad is not None:
+                    p.grad = None if set_to_none else p.grad.detach().zero_()
+        if set_to_none:
+            for hooks, update in self._paged.items():
+                hooks.forget_gradients(update.settings)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; parameters of a :class:`tiermem.TieredModule` get their state as pages of it."""
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        paged: dict[Hooks, list[Tensor]] = {}
+        for p in self.param_groups[number]["params"]:
+            owner = owner_of(p)
+            if isinstance(owner, Hooks):
+                if not owner.home[id(p)][0].trainable and p.requires_grad:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} was frozen when its model was wrapped, so it has no "
+                        "pages for gradient and state: set requires_grad before wrapping"
+                    )
+                if owner.home[id(p)][0].trainable:
+                    paged.setdefault(owner, []).append(p)
+        for owner, parameters in paged.items():
+            self._paged.setdefault(owner, PagedUpdate(owner)).add(parameters, number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with full tensors; those of paged parameters are copies, page by page."""
+        result = super().state_dict()
+        numbers = {}
+        for group, packed in zip(self.param_groups, result["param_groups"], strict=True):
+            numbers.update(zip(map(id, group["params"]), packed["params"], strict=True))
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = self._update_of(p)
+                state = update.read(p) if update is not None else None
+                if state:
+                    result["state"][numbers[id(p)]] = state
+        return result
+
+    def _update_of(self, p: Tensor) -> PagedUpdate | None:
+        owner = owner_of(p)
+        return self._paged.get(owner) if isinstance(owner, Hooks) else None
 
     def _step_plain(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
         """Update those of ``parameters`` that have gradients, each an ordinary tensor on the CPU."""

@@ -1,0 +1,312 @@
+"""The paged update: Adam over the pages of a wrapped model, part by part, while the disk reads and writes.
+
+While the kernel works on one part, the parts ahead are read and those behind are written. The parameter page of a unit
+is not read when all of it will be written (its master weights hold what is needed), and a gradient page is *spent* once
+it has been used: if its frame is wanted it is dropped, and not written.
+
+An update that an error breaks off leaves every page whole and readable: parts before the error are updated, those
+after it are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns as now
+from typing import Any
+
+import torch
+
+from tiermem.hooks import Hooks
+from tiermem.page import Kind, Page
+from tiermem.policies import Access, Phase
+from tiermem.trace import Event, Tier
+from tiermem.trainer.kernel import Hyper, Kernel
+from tiermem.unit import Group, Part, Unit
+
+KINDS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ, "master": Kind.MASTER}
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring elements of a page with the same settings and the same count of updates."""
+
+    start: int
+    stop: int
+    setting: int
+    step: int
+    fields: tuple[int, ...]
+
+
+class PagedUpdate:
+    """What one optimizer keeps of one wrapped model: which settings each field has, and how often it was updated."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+        self.settings: dict[int, int] = {}  # id of a parameter -> its parameter group's number
+        self.steps: dict[int, int] = {}  # id of a parameter -> updates it has had
+        self._runs: dict[int, tuple[bytes, list[Run]]] = {}  # id of a Group -> (what had landed, its runs)
+
+    def add(self, parameters: Sequence[torch.Tensor], setting: int) -> None:
+        """These parameters are updated with the settings of parameter group number ``setting``.
+
+        Raises BudgetError when the disk has no room for their state.
+        """
+        groups = dict.fromkeys(self.hooks.home[id(parameter)][0] for parameter in parameters)
+        for parameter in parameters:
+            self.settings[id(parameter)] = setting
+            self.steps.setdefault(id(parameter), 0)
+        self._runs.clear()
+        disk = self.hooks.pager.transfers.disk
+        if disk is not None:
+            with self.hooks.door:
+                disk.provide(page for group in groups for part in group.parts for page in part.pages)
+
+    def step(self, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
+        """Update every parameter that has a gradient; ``hypers`` are the parameter groups' settings.
+
+        Raises TransferError, naming the page, when the disk fails; see the module about what is updated then.
+        """
+        hooks = self.hooks
+        with hooks.door:
+            hooks.release_resident()
+        for unit in hooks.units:
+            number = 0
+            for group in unit.groups:
+                if group.trainable and any(group.landed):
+                    self._update(unit, group, number, kernel, hypers)
+                number += len(group.parts)
+        with hooks.door:
+            hooks.steps.end_step()
+
+    def _update(self, unit: Unit, group: Group, number: int, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
+        runs = self._runs_of(group)
+        if not runs:
+            return
+        hooks, pager = self.hooks, self.hooks.pager
+        gradient = group.gradient
+        assert gradient is not None
+        whole = (
+            group.dtype is not torch.float32
+            and sum(len(run.fields) for run in runs) == len(group.fields)
+            and not group.stale
+            and not any(part.master.blank for part in group.parts if part.master is not None)
+        )
+        shared = [gradient] if whole else [gradient, group.parameter]
+        for run in runs:
+            run.step += 1
+        begun = False
+        done = False
+        try:
+            for index, part in enumerate(group.parts):
+                spans = [
+                    (low, high, run)
+                    for run in runs
+                    if (low := max(run.start, part.start)) < (high := min(run.stop, part.stop))
+                ]
+                if not spans:
+                    continue
+                pages = part.pages if begun else [*part.pages, *shared]
+                with hooks.door:
+                    access = Access(unit.number, Phase.OPTIMIZER, number + index)
+                    hooks.steps.access(access, [page.number for page in pages])
+                    overwrite = [group.parameter] if whole and not begun else []
+                    pager.fault(pages, Phase.OPTIMIZER, unit.number, overwrite=overwrite)
+                    begun = True
+                    pager.pump()
+                try:
+                    start = now()
+                    self._renew_masters(group, part)
+                    for low, high, run in spans:
+                        self._call(kernel, group, part, low, high, run, hypers[run.setting])
+                    nbytes = sum(page.nbytes for page in part.pages) * 2
+                    hooks.trace.record(
+                        Event.OPTIMIZER, start, now() - start, unit.number, group.parameter.number, nbytes,
+                        Tier.NONE, Tier.NONE, 0, Phase.OPTIMIZER,
+                    )  # fmt: skip
+                finally:
+                    with hooks.door:
+                        pager.unpin(part.pages, dirty=True)
+            done = True
+        finally:
+            if begun:
+                with hooks.door:
+                    pager.unpin([gradient])
+                    if done or not whole:
+                        pager.unpin([group.parameter], dirty=True)
+                    else:
+                        pager.abandon(group.parameter)
+                    group.parameter.version += 1
+                    gradient.spent = done
+        group.stale.clear()
+
+    def _call(
+        self, kernel: Kernel, group: Group, part: Part, low: int, high: int, run: Run, hyper: Hyper
+    ) -> None:
+        size = group.dtype.itemsize
+        inside = (low - part.start) * 4
+        assert group.gradient is not None
+        kernel.update(
+            parameter=self._address(group.parameter) + low * size,
+            parameter_dtype=group.dtype,
+            gradient=self._address(group.gradient) + low * size,
+            gradient_dtype=group.dtype,
+            master=self._address(part.master) + inside if part.master is not None else 0,
+            exp_avg=self._address(part.exp_avg) + inside,
+            exp_avg_sq=self._address(part.exp_avg_sq) + inside,
+            count=high - low,
+            hyper=hyper,
+            step=run.step,
+            grad_scale=1.0 if group.scale is None else float(group.scale),
+        )
+
+    def _address(self, page: Page) -> int:
+        assert page.host is not None
+        return self.hooks.pager.host.address_of(page.host)
+
+    def _renew_masters(self, group: Group, part: Part) -> None:
+        """Master weights begin as the parameter, and follow it where a user has written it since.
+
+        An element whose master still rounds to the parameter keeps the digits that rounding hides; see
+        ``trainer.adam``, Note: whose value counts.
+        """
+        page = part.master
+        if page is None or not (page.blank or group.stale):
+            return
+        indices = range(len(group.fields)) if page.blank else group.stale
+        for index in indices:
+            for values, master in self._pieces(group, part, index, Kind.MASTER):
+                if page.blank:
+                    master.copy_(values)
+                else:
+                    torch.where(master.to(group.dtype) == values, master, values.float(), out=master)
+
+    def _pieces(
+        self, group: Group, part: Part, index: int, kind: Kind
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The elements of one field that lie in one part: of the parameter page and of a page of state, flat."""
+        field = group.fields[index]
+        low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
+        if low >= high:
+            return
+        host = self.hooks.pager.host
+        page = {Kind.MASTER: part.master, Kind.EXP_AVG: part.exp_avg, Kind.EXP_AVG_SQ: part.exp_avg_sq}[kind]
+        assert page is not None
+        assert page.host is not None
+        size = (high - low,)
+        values = torch.empty(0)
+        if kind is Kind.MASTER and group.parameter.host is not None:
+            values = host.view(group.parameter.host, group.dtype, low, size, (1,))
+        yield values, host.view(page.host, torch.float32, low - part.start, size, (1,))
+
+    def _runs_of(self, group: Group) -> list[Run]:
+        landed = bytes(group.landed)
+        known = self._runs.get(id(group))
+        if known is not None and known[0] == landed:
+            return known[1]
+        self._settle_steps()
+        runs: list[Run] = []
+        for index, field in enumerate(group.fields):
+            setting = self.settings.get(id(field.parameter))
+            if setting is None or not landed[index]:
+                continue
+            step = self.steps[id(field.parameter)]
+            stop = field.offset + field.numel
+            last = runs[-1] if runs else None
+            if last and last.fields[-1] == index - 1 and (last.setting, last.step) == (setting, step):
+                # What lies between two tensors is zeros in every page, and zeros stay zeros.
+                runs[-1] = Run(last.start, stop, setting, step, (*last.fields, index))
+            else:
+                runs.append(Run(field.offset, stop, setting, step, (index,)))
+        self._runs[id(group)] = (landed, runs)
+        return runs
+
+    def _settle_steps(self) -> None:
+        """Write what the runs counted back to the single parameters."""
+        for unit in self.hooks.units:
+            for group in unit.groups:
+                known = self._runs.pop(id(group), None)
+                for run in known[1] if known else ():
+                    for index in run.fields:
+                        self.steps[id(group.fields[index].parameter)] = run.step
+
+    # -- state, as state_dict has it ------------------------------------------------------------------------
+
+    def read(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of one parameter as tensors of their own: step, exp_avg, exp_avg_sq, and master where it has one.
+
+        Empty before its first update. Shapes and strides are the parameter's, dtypes float32.
+        """
+        self._settle_steps()
+        step = self.steps[id(parameter)]
+        if step == 0:
+            return {}
+        state: dict[str, Any] = {"step": torch.tensor(float(step))}
+        group, index = self.hooks.home[id(parameter)]
+        field = group.fields[index]
+        for name, kind in KINDS.items():
+            if kind is Kind.MASTER and group.dtype is torch.float32:
+                continue
+            whole = torch.empty_strided(field.size, field.stride, dtype=torch.float32)
+            self._visit(group, index, kind, whole, lambda page, own: own.copy_(page), dirty=False)
+            state[name] = whole
+        return state
+
+    def write(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Take over the state of one parameter from what :meth:`read` or an unpaged optimizer gave."""
+        self._settle_steps()
+        group, index = self.hooks.home[id(parameter)]
+        field = group.fields[index]
+        self.steps[id(parameter)] = int(state.get("step", 0))
+        for name, kind in KINDS.items():
+            if kind is Kind.MASTER and group.dtype is torch.float32:
+                continue
+            value = state.get(name)
+            if value is None:
+                if kind is Kind.MASTER:
+                    group.stale.add(index)
+                continue
+            if tuple(value.shape) != field.size:
+                raise ValueError(
+                    f"{name} of {field.name} has shape {list(value.shape)}, not {list(field.size)}"
+                )
+            whole = torch.empty_strided(field.size, field.stride, dtype=torch.float32).copy_(value)
+            self._visit(group, index, kind, whole, lambda page, own: page.copy_(own), dirty=True)
+        if state.get("master") is not None:
+            group.stale.add(index)  # the parameter may have been loaded too: whichever it is, they must agree
+
+    def _visit(
+        self,
+        group: Group,
+        index: int,
+        kind: Kind,
+        whole: torch.Tensor,
+        move: Callable[[torch.Tensor, torch.Tensor], Any],
+        *,
+        dirty: bool,
+    ) -> None:
+        """``move`` between one field's pieces in pages of state and the same elements of ``whole``."""
+        flat = whole.as_strided((whole.numel(),), (1,))
+        field = group.fields[index]
+        for part in group.parts:
+            low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
+            if low >= high:
+                continue
+            page = {Kind.MASTER: part.master, Kind.EXP_AVG: part.exp_avg, Kind.EXP_AVG_SQ: part.exp_avg_sq}[
+                kind
+            ]
+            assert page is not None
+            pager = self.hooks.pager
+            blank_master = kind is Kind.MASTER and page.blank
+            pages = [page, group.parameter] if blank_master else [page]
+            with self.hooks.door:
+                pager.fault(pages, Phase.OPTIMIZER, group.unit)
+            try:
+                if blank_master:
+                    self._renew_masters(group, part)
+                for _, piece in self._pieces(group, part, index, kind):
+                    move(piece, flat[low - field.offset : high - field.offset])
+            finally:
+                with self.hooks.door:
+                    pager.unpin([page], dirty=dirty or blank_master)
+                    pager.unpin(pages[1:])
