@@ -45,8 +45,8 @@ ffibuilder.cdef(
 ffibuilder.set_source(
     "tiermem.aio._queue",
     '#include "queue.h"',
-    sources=["aio/queue.c"],
-    depends=["aio/queue.h"],
+    sources=["aio/queue.c", "aio/serve.c"],
+    depends=["aio/queue.h", "aio/serve.h"],
     include_dirs=["aio"],
     libraries=["aio"],
     extra_compile_args=["-O2", "-Wall"],

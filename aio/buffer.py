@@ -57,6 +57,7 @@ class Buffer:
         self._skip = skip
         self.address = start + skip
         self.nbytes = nbytes
+        self.view = self._cut()
         self.huge = False
         if huge_nbytes and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
@@ -64,8 +65,10 @@ class Buffer:
                 self.huge = True
             except OSError:
                 pass  # a kernel built without them: the memory is good all the same
+
+    def _cut(self) -> memoryview:
         with memoryview(self._map) as whole:
-            self.view = whole[skip : skip + nbytes]
+            return whole[self._skip : self._skip + self.nbytes]
 
     def touch(self) -> None:
         """Makes all of it resident now, its bytes unchanged, so that no later use waits for the kernel.
@@ -85,11 +88,12 @@ class Buffer:
                 every[:] = bytes(every)
 
     def close(self) -> None:
-        """Gives the memory back. Raises BufferError, and keeps it, while arrays or views of it live."""
+        """Gives the memory back. Raises BufferError, and stays open, while arrays or views of it live."""
         try:
             self.view.release()
             self._map.close()
         except BufferError as error:
+            self.view = self._cut()
             message = f"a Buffer of {self.nbytes} bytes can't close while views of it live: {error}"
             raise BufferError(message) from error
 

@@ -22,6 +22,11 @@ class Speed(NamedTuple):
     engine: str
 
 
+def window(request: int, depth: int) -> int:
+    """Bytes of a buffer for `sweep` that keeps the queue full: two depths of requests in whole transfers."""
+    return NUM_TRANSFERS * request * -(-2 * depth // NUM_TRANSFERS)
+
+
 def fill(buffer: Buffer) -> None:
     """Makes the buffer resident, full of random bytes: zeros are cheaper to some disks."""
     buffer.touch()
@@ -62,7 +67,7 @@ def measure(
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".tiermem-speed-") as inside,
         File(Path(inside) / "speed", nbytes, create=True) as file,
-        Buffer(NUM_TRANSFERS * request * -(-2 * depth // NUM_TRANSFERS)) as buffer,
+        Buffer(window(request, depth)) as buffer,
         open_queue(engine, request, depth) as queue,
     ):
         fill(buffer)

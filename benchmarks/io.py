@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermem.aio import Buffer, File, open_queue
-from tiermem.aio.speed import fill, sweep
+from tiermem.aio.speed import fill, sweep, window
 
 OPS = ("write", "read")
 FIO_VARIANTS = {"fio": {}, "fio, huge pages": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
@@ -57,7 +57,7 @@ def run(folder: str, nbytes: int, request: int, depth: int, rounds: int) -> dict
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".tiermem-bench-") as inside,
         File(Path(inside) / "file", nbytes, create=True, direct=True) as file,
-        Buffer(2 * request * depth) as buffer,
+        Buffer(window(request, depth)) as buffer,
         open_queue("libaio", request, depth) as queue,
     ):
         fill(buffer)

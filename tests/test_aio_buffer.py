@@ -82,6 +82,7 @@ def test_close_waits_for_no_view() -> None:
     kept = buffer.view[:10]
     with pytest.raises(BufferError, match=f"{HUGE_NBYTES} bytes can't close"):
         buffer.close()
+    assert len(buffer.view) == HUGE_NBYTES
     kept.release()
     buffer.close()
     buffer.close()
