@@ -4,9 +4,13 @@ model = tiermem.TieredModule(net, "policy.toml")
 optimizer = tiermem.trainer.AdamW(model.parameters(), lr=3e-4)
 """
 
-from tiermem.config import Config
-from tiermem.errors import BudgetError, ConfigError, PagingError, TiermemError, TransferError
-from tiermem.module import TieredModule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiermem.config import Config
+    from tiermem.errors import BudgetError, ConfigError, PagingError, TiermemError, TransferError
+    from tiermem.module import TieredModule
 
 __all__ = [
     "BudgetError",
@@ -19,3 +23,14 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {"Config": "tiermem.config", "TieredModule": "tiermem.module"}
+
+
+def __getattr__(name: str) -> Any:
+    # Not before somebody asks: the command line answers --help without the seconds that torch takes.
+    if name in __all__:
+        return getattr(import_module(_HOMES.get(name, "tiermem.errors")), name)
+    if name == "trainer":
+        return import_module("tiermem.trainer")
+    raise AttributeError(f"module 'tiermem' has no attribute {name!r}")

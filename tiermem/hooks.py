@@ -13,7 +13,7 @@ used by one autograd node, can have a frame overwritten that somebody still read
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns as now
@@ -371,17 +371,23 @@ class Hooks:
             group.scale = factor
         return total
 
-    def forget_gradients(self) -> None:
-        """No parameter has a gradient any more (``zero_grad``)."""
+    def forget_gradients(self, only: Container[int] | None = None) -> None:
+        """No parameter has a gradient any more (``zero_grad``); ``only``: none of those with these ids."""
         with self.door:
             self.release_resident()
             for unit in self.units:
                 for group in unit.groups:
-                    self._forget_group(group)
+                    if not group.trainable or not any(group.landed):
+                        continue
+                    for index, field in enumerate(group.fields):
+                        if only is None or id(field.parameter) in only:
+                            group.landed[index] = 0
+                            group.norms[index] = None
+                    if not any(group.landed):
+                        self._forget_group(group)
 
     def _forget_group(self, group: Group) -> None:
-        if group.gradient is None:
-            return
+        assert group.gradient is not None
         group.landed[:] = bytes(len(group.landed))
         group.norms[:] = [None] * len(group.norms)
         group.scale = None

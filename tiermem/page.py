@@ -7,14 +7,9 @@ copies are; only the pager changes that.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-from tiermem.errors import TransferError
-
-if TYPE_CHECKING:
-    from tiermem.slab import Frame
 
 ALIGNMENT = 4096
 """Bytes. Frames and disk extents start and end on it: enough for O_DIRECT on every disk in use."""
@@ -83,6 +78,20 @@ class Binding(Protocol):
         """Stop pointing at the frame."""
 
 
+class Frame:
+    """A piece of a slab that holds one page: byte offset and size."""
+
+    __slots__ = ("nbytes", "offset", "page")
+
+    def __init__(self, offset: int, nbytes: int, page: Page) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self.page = page
+
+    def __repr__(self) -> str:
+        return f"<frame {self.offset}+{self.nbytes} of {self.page!r}>"
+
+
 class Page:
     """One page: identity, size, and where its copies are.
 
@@ -140,7 +149,7 @@ class Page:
         self.hollow = False  # its frame has no content yet: whoever pinned it is about to write all of it
         self.version = 0  # of the content: an autograd graph that saved another one must not go on
         self.prefetched = False  # brought in ahead of need and not used yet
-        self.transfer: object | None = None
+        self.transfer: object | None = None  # the tiermem.transfer.Transfer in flight
         self.error: BaseException | None = (
             None  # of a transfer that nobody waited for; raised to who needs the page
         )

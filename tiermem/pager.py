@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter_ns as now
 
 from tiermem.errors import BudgetError
-from tiermem.page import Kind, Page, State
+from tiermem.page import Frame, Kind, Page, State
 from tiermem.policies import Cursor, Phase, Prefetch
-from tiermem.slab import Frame
 from tiermem.table import PageTable
 from tiermem.tier import Tier
 from tiermem.trace import Event, Reason
@@ -139,7 +138,7 @@ class Pager:
             page = self.table[number]
             state = page.state
             if state is State.HOST:
-                if self.device is None or page.kind is not Kind.PARAMETER or blocked:
+                if self.device is None or page.kind is not Kind.PARAMETER or blocked or page.pins:
                     continue
                 if self.prefetch.phase(position) is Phase.OPTIMIZER:
                     continue
@@ -359,6 +358,11 @@ class Pager:
                 moves.wait(moves.oldest)
                 waited = True
             elif not relocated and tier is self.host:
+                # The last resort: everything that may leave leaves, and what stays moves together.
+                for victim in list(self._victims(tier)):
+                    self._evict(tier, victim.page)
+                moves.drain()
+                moves.raise_error()
                 self._relocate()
                 relocated = True
             else:
@@ -412,7 +416,7 @@ class Pager:
     def _relocate(self) -> None:
         """Slide every frame that nobody looks at down, so that the holes of the host's slab become one.
 
-        The last resort when enough bytes are free but not side by side; copies at memory speed.
+        For when enough bytes are free but not side by side; copies at memory speed.
         """
         self.counters.num_relocations += 1
         memory = self.host.memory

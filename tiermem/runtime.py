@@ -22,7 +22,7 @@ from tiermem.disk import Disk
 from tiermem.door import Door
 from tiermem.errors import PagingError, format_bytes
 from tiermem.hooks import Hooks
-from tiermem.page import Kind, Page
+from tiermem.page import ALIGNMENT, Kind, Page
 from tiermem.pager import Pager
 from tiermem.policies import Phase, eviction, prefetch
 from tiermem.steps import Steps
@@ -165,7 +165,7 @@ class Runtime:
 
     def _host(self, nbytes: int, stack: contextlib.ExitStack) -> Tier:
         """The host's slab: one buffer, pinned where there is CUDA."""
-        buffer = Buffer(max(nbytes, budget.ALIGNMENT))
+        buffer = Buffer(max(nbytes, ALIGNMENT))
         stack.callback(close_buffer, buffer)
         memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
         if self.config.host.pinned is not False:

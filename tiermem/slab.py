@@ -10,21 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
-from tiermem.page import ALIGNMENT, Page
-
-
-class Frame:
-    """A piece of a slab that holds one page: byte offset and size."""
-
-    __slots__ = ("nbytes", "offset", "page")
-
-    def __init__(self, offset: int, nbytes: int, page: Page) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
-        self.page = page
-
-    def __repr__(self) -> str:
-        return f"<frame {self.offset}+{self.nbytes} of {self.page!r}>"
+from tiermem.page import ALIGNMENT, Frame, Page
 
 
 class Slab:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tiermem.page import TENSOR_ALIGNMENT
+from tiermem.page import TENSOR_ALIGNMENT, Frame
 from tiermem.policies import Eviction
-from tiermem.slab import Frame, Slab
+from tiermem.slab import Slab
 
 
 class Tier:

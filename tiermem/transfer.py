@@ -16,8 +16,7 @@ from tiermem.aio import Queue
 from tiermem.device import Copy, Device
 from tiermem.disk import Disk
 from tiermem.errors import PagingError, TransferError
-from tiermem.page import Page, State
-from tiermem.slab import Frame
+from tiermem.page import Frame, Page, State
 from tiermem.stats import Counters, Link
 from tiermem.tier import Tier
 from tiermem.trace import AnyTrace, Event, Phase, Reason

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
-from tiermem.page import Kind, Page
-from tiermem.slab import Frame
+from tiermem.page import Frame, Kind, Page
 from tiermem.table import PageTable
 from tiermem.tier import Tier, aligned
 
@@ -227,8 +226,8 @@ def build_units(
 ) -> list[Unit]:
     """The units of ``net`` with their groups, and their pages in ``table``; nothing is moved yet.
 
-    ``dtype``: the compute dtype of floating-point parameters (None: their own); ``device``: where. ``part_numel``: the most elements
-    of one page of optimizer state. ``sinks``: which kinds may go to the disk.
+    ``dtype``: the compute dtype of floating-point parameters (None: their own); ``device``: where they compute.
+    ``part_numel``: the most elements of one page of optimizer state. ``sinks``: which kinds may go to the disk.
     """
     units = [Unit(0, "(resident)", net)]
     units += [Unit(number, name, module) for number, (name, module) in enumerate(modules.items(), 1)]
