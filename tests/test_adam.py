@@ -66,7 +66,8 @@ def test_five_steps_agree_with_torch(kind, torch_kind, lr, betas, eps, weight_de
         error = (a - b).abs() / (b.abs() + lr)
         assert error.numel() == 0 or error.max() < 1e-5
         for name in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(mine.state[a][name], theirs.state[b][name], rtol=1e-5, atol=1e-7)
+            # moments of gradients of size 1 cancel, too: what is left is some ulps of those
+            torch.testing.assert_close(mine.state[a][name], theirs.state[b][name], rtol=1e-5, atol=1e-6)
         assert mine.state[a]["step"] == theirs.state[b]["step"] == 5
 
 
