@@ -11,11 +11,13 @@ read it), and whoever needs the page waits for the copy. The pager asks ``Copy.d
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tiermem.errors import ConfigError
+
+_cuda: Any = torch.cuda  # partly without types
 
 
 class Copy(Protocol):
@@ -135,7 +137,7 @@ class StandInDevice:
 class _EventCopy:
     """A copy on a CUDA stream, ended when its event has been recorded."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: Any) -> None:
         self._event = event
 
     def done(self) -> bool:
@@ -161,8 +163,8 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
-        self._up = torch.cuda.Stream(self.torch_device)
-        self._down = torch.cuda.Stream(self.torch_device)
+        self._up = _cuda.Stream(self.torch_device)
+        self._down = _cuda.Stream(self.torch_device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -171,20 +173,20 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def pin(self, slab: torch.Tensor) -> str:
-        code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))  # type: ignore[attr-defined, unused-ignore]
+        code = int(_cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
         if code:
             return f"refused by CUDA (error {code}): pageable memory is used, copies are slower and not asynchronous"
         return "registered with CUDA"
 
     def unpin(self, slab: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())  # type: ignore[attr-defined, unused-ignore]
+        _cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
         stream = self._up if target.is_cuda else self._down
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = _cuda.Event()
             event.record(stream)
         if source.is_cuda:
             source.record_stream(stream)

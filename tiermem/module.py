@@ -77,7 +77,9 @@ class TieredModule(nn.Module):
         when it reads them. Raises RuntimeError with ``error_if_nonfinite`` when the norm isn't finite.
         """
         self._runtime.check_open()
-        return self._runtime.hooks.clip(self.module, max_norm, norm_type, error_if_nonfinite)
+        return self._runtime.hooks.gradients.clip(
+            self.module.parameters(), max_norm, norm_type, error_if_nonfinite
+        )
 
     # -- what nn.Module shows -----------------------------------------------------------------------------
 
@@ -173,13 +175,13 @@ def _hide_views(module: nn.Module, runtime: Runtime) -> list[Any]:
     """Have ``state_dict`` take copies: a state must outlive the frames, and must not pin all of them at once."""
 
     def begin(*_: Any) -> None:
-        runtime.hooks.copying += 1
+        runtime.hooks.views.copying += 1
 
     def end(*_: Any) -> None:
-        runtime.hooks.copying -= 1
+        runtime.hooks.views.copying -= 1
 
     handles: list[Any] = []
     for each in module.modules():
-        handles.append(each.register_state_dict_pre_hook(begin))
-        handles.append(each._register_state_dict_hook(end))
+        registers: tuple[Any, Any] = (each.register_state_dict_pre_hook, each._register_state_dict_hook)
+        handles += [register(hook) for register, hook in zip(registers, (begin, end), strict=True)]
     return handles

@@ -150,9 +150,7 @@ class Page:
         self.version = 0  # of the content: an autograd graph that saved another one must not go on
         self.prefetched = False  # brought in ahead of need and not used yet
         self.transfer: object | None = None  # the tiermem.transfer.Transfer in flight
-        self.error: BaseException | None = (
-            None  # of a transfer that nobody waited for; raised to who needs the page
-        )
+        self.error: TransferError | None = None  # of a transfer that nobody waited for
         self.users: list[Binding] = []  # who holds views of its frame
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-_Tensor = torch.Tensor
+_Tensor: Any = torch.Tensor
 
 
 class Owner(Protocol):
@@ -80,7 +80,8 @@ class PagedParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        copy: Any = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copy.__reduce_ex__(protocol)
 
 
 class PagedView(torch.Tensor):
@@ -176,7 +177,7 @@ _view_owners: dict[int, Owner] = {}
 
 def make_view(tensor: torch.Tensor, owner: Owner) -> PagedView:
     """``tensor`` as a view that asks ``owner`` whenever it is used; undone with :func:`forget_view`."""
-    view: PagedView = tensor.as_subclass(PagedView)  # type: ignore[assignment]
+    view: PagedView = tensor.as_subclass(PagedView)
     _view_owners[id(view)] = owner
     return view
 

@@ -149,7 +149,7 @@ class Runtime:
                     gradient, field.parameter.grad = field.parameter.grad, None
                     if gradient is not None and group.trainable:
                         with torch.no_grad():
-                            self.hooks.land(group, index, gradient.to(group.dtype))
+                            self.hooks.gradients.land(group, index, gradient.to(group.dtype))
         self.hooks.attach()
         trim_memory()
 
@@ -267,7 +267,6 @@ class Runtime:
             return
         self.closed = True
         self.hooks.detach()
-        self.hooks.release_resident()
         try:
             with self.door:
                 self.pager.transfers.drain()
@@ -308,7 +307,7 @@ class Runtime:
                         view = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
                         field.parameter.data = view.to(self.device.torch_device, copy=True)
                         if group.landed[index] and group.gradient is not None and not group.gradient.blank:
-                            with torch.no_grad(), self.hooks.gradient_view(group, index) as gradient:
+                            with torch.no_grad(), self.hooks.gradients.resident(group, index) as gradient:
                                 field.parameter.grad = gradient.to(self.device.torch_device, copy=True)
                 self.pager.unpin([page])
 

@@ -189,7 +189,7 @@ class Adam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with full tensors; those of paged parameters are copies, page by page."""
         result = super().state_dict()
-        numbers = {}
+        numbers: dict[int, int] = {}
         for group, packed in zip(self.param_groups, result["param_groups"], strict=True):
             numbers.update(zip(map(id, group["params"]), packed["params"], strict=True))
         for group in self.param_groups:

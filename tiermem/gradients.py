@@ -1,0 +1,187 @@
+"""Gradients: out of autograd's hands into gradient pages, as they are produced, and what the loop asks of them.
+
+A gradient that is complete for this backward *lands*: it is copied (or added) into its page, and autograd's own tensor
+goes. Clipping needs no gradient back: norms are taken while gradients land, and the factor stays pending until the
+optimizer, or whoever looks, reads the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from tiermem.door import Door
+from tiermem.errors import PagingError
+from tiermem.page import Kind, Page
+from tiermem.pager import Pager
+from tiermem.parameter import make_view
+from tiermem.policies import Phase
+from tiermem.unit import Group, Unit
+from tiermem.views import Views
+
+
+class Gradients:
+    """The gradients of one wrapped model's parameters."""
+
+    def __init__(self, units: Sequence[Unit], pager: Pager, door: Door, views: Views) -> None:
+        self._units = units
+        self._pager = pager
+        self._door = door
+        self._views = views
+        self._home = views.home
+
+    # -- landing ------------------------------------------------------------------------------------------
+
+    def land(self, group: Group, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to what the page has of this parameter, or put it there if it has none."""
+        if gradient.layout is not torch.strided:
+            raise PagingError(
+                f"the gradient of {group.fields[index].name} is sparse ({gradient.layout}): gradient pages are dense; "
+                "use sparse=False"
+            )
+        with self.resident(group, index) as place:
+            if group.landed[index]:
+                place.add_(gradient.to(place.device))
+            else:
+                place.copy_(gradient)
+                group.landed[index] = 1
+            group.norms[index] = torch.linalg.vector_norm(place) if group.wants_norms else None
+            if self._pager.device is not None:
+                self._pager.counters.device_to_host.nbytes[Kind.GRADIENT] += (
+                    place.numel() * place.element_size()
+                )
+
+    @contextmanager
+    def resident(self, group: Group, index: int) -> Iterator[torch.Tensor]:
+        """The place of one parameter's gradient in its page: pinned, scaled as clipping asked, dirty afterwards."""
+        page = _page(group)
+        with self._door:
+            if page.spent and any(group.landed):
+                if page.blank:
+                    raise PagingError(
+                        f"the gradient of {group.fields[index].name} was given up after optimizer.step(), to make "
+                        "room: call zero_grad() before the next backward, or read gradients before step()"
+                    )
+                page.spent = False
+            self._pager.fault([page], Phase.BACKWARD, page.unit)
+        try:
+            if group.scale is not None:
+                self._apply_scale(group)
+            yield self._place(group, index)
+        finally:
+            with self._door:
+                self._pager.unpin([page], dirty=True)
+
+    def _place(self, group: Group, index: int) -> torch.Tensor:
+        frame = _page(group).host
+        assert frame is not None
+        field = group.fields[index]
+        return self._pager.host.view(frame, group.dtype, field.offset, field.size, field.stride)
+
+    def _apply_scale(self, group: Group) -> None:
+        """Multiply the group's gradients by the pending factor; the page is resident."""
+        scale, group.scale = group.scale, None
+        assert scale is not None
+        for index, landed in enumerate(group.landed):
+            if landed:
+                self._place(group, index).mul_(scale)
+                group.norms[index] = None
+
+    # -- clipping -----------------------------------------------------------------------------------------
+
+    def clip(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """See ``TieredModule.clip_grad_norm_``. The operations are torch's, in its order, so the bits are."""
+        norms = []
+        groups: dict[int, Group] = {}
+        for parameter in parameters:
+            group, index = self._home.get(id(parameter), (None, 0))
+            if group is None or not group.landed[index]:
+                continue
+            groups[id(group)] = group
+            norm = group.norms[index] if norm_type == 2.0 and group.scale is None else None
+            if norm is None:
+                with self.resident(group, index) as place:
+                    norm = torch.linalg.vector_norm(place, norm_type)
+            norms.append(norm)
+        if not norms:
+            return torch.tensor(0.0)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped; "
+                "to go on all the same, set error_if_nonfinite=False"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for group in groups.values():
+            group.wants_norms = norm_type == 2.0
+            group.scale = factor
+        return total
+
+    # -- what a parameter's .grad is --------------------------------------------------------------------------
+
+    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's gradient as a view of its page (on the host); the optimizer sees what is written to it."""
+        group, index = self._home[id(parameter)]
+        if not group.trainable or not group.landed[index]:
+            with torch._C.DisableTorchFunctionSubclass():
+                return parameter.grad  # of a frozen parameter, if somebody set it
+        with self.resident(group, index) as place, self._door:
+            page = _page(group)
+            page.pins += 1
+            view = make_view(place, self._views.owner)
+            self._views.lend(view, page)
+            group.norms[index] = None
+            return view
+
+    def set(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Replace the parameter's gradient; None forgets it."""
+        group, index = self._home[id(parameter)]
+        if not group.trainable:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = gradient
+            return
+        field = group.fields[index]
+        if gradient is not None and (tuple(gradient.shape) != field.size or gradient.dtype != group.dtype):
+            raise PagingError(
+                f"assigned a gradient of shape {list(gradient.shape)} and dtype {gradient.dtype} to {field.name}, "
+                f"which has {list(field.size)} and {group.dtype}"
+            )
+        group.landed[index] = 0
+        group.norms[index] = None
+        if gradient is not None:
+            with torch.no_grad():
+                self.land(group, index, gradient)
+        elif not any(group.landed):
+            self._forget(group)
+
+    def forget(self, only: Container[int] | None = None) -> None:
+        """No parameter has a gradient any more (``zero_grad``); ``only``: none of those with these ids."""
+        for unit in self._units:
+            for group in unit.groups:
+                if not group.trainable or not any(group.landed):
+                    continue
+                for index, field in enumerate(group.fields):
+                    if only is None or id(field.parameter) in only:
+                        group.landed[index] = 0
+                        group.norms[index] = None
+                if not any(group.landed):
+                    self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        group.scale = None
+        page = _page(group)
+        with self._door:
+            if page.pins:
+                page.spent = False  # somebody looks at it: it stays until the next gradient overwrites it
+            else:
+                self._pager.discard(page)
+
+
+def _page(group: Group) -> Page:
+    page = group.gradient
+    assert page is not None
+    return page

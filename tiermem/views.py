@@ -1,0 +1,236 @@
+"""Views: every tensor that looks into a frame, and what keeps its page there.
+
+Parameters are bound to frames while a unit is open. Tensors that autograd saves are kept as (page, offset, size,
+stride) and brought back when they are asked for; this is the net under the hooks: whatever a model does, a saved weight
+is read from a frame that holds it.
+
+Note: pins. A unit between enter and leave pins its pages. A tensor that was handed out (an unpacked weight, a
+PagedView) pins its page until the tensor dies, which a weak reference tells. So no order of hooks, and no two units
+used by one autograd node, can have a frame overwritten that somebody still reads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tiermem.door import Door
+from tiermem.errors import PagingError
+from tiermem.page import Frame, Page, State
+from tiermem.pager import Pager
+from tiermem.parameter import Owner, disown, forget_view, make_view, own
+from tiermem.policies import Phase
+from tiermem.tier import Tier
+from tiermem.unit import Group
+
+_Tensor: Any = torch.Tensor
+_GET_DATA = _Tensor.data.__get__
+
+
+class Saved:
+    """A tensor of a frame as autograd keeps it: which page, where in it, and which version of its content."""
+
+    __slots__ = ("dtype", "page", "size", "start", "stride", "version")
+
+    def __init__(self, page: Page, start: int, tensor: torch.Tensor) -> None:
+        self.page = page
+        self.start = start  # bytes into the page
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.version = page.version
+
+
+class Views:
+    """The tensors of one wrapped model that look into frames. ``home``: id of a parameter -> its group and field."""
+
+    def __init__(self, pager: Pager, door: Door, home: dict[int, tuple[Group, int]], owner: Owner) -> None:
+        self.pager = pager
+        self.door = door
+        self.home = home
+        self.tier = pager.device or pager.host  # where modules compute
+        self.copying = 0  # state_dict calls that run: what they take of parameters is copied
+        self.owner = owner
+        tiers = [pager.host] if pager.device is None else [pager.host, pager.device]
+        self._slabs = {tier.memory.untyped_storage().data_ptr(): tier for tier in tiers}
+        self._lent: dict[
+            int, weakref.ref[torch.Tensor]
+        ] = {}  # id of a handed-out tensor -> what tells its death
+
+    # -- parameters ---------------------------------------------------------------------------------------
+
+    def open(self, group: Group) -> None:
+        """The group's parameters look into the frame of their page, which is pinned, and are ordinary ones."""
+        group.bind(self.tier, self._frame(group.parameter))
+        group.num_open += 1
+        if group.num_open == 1:
+            for field in group.fields:
+                disown(field.parameter)
+
+    def close(self, group: Group) -> None:
+        """Undo one :meth:`open`, before the page is unpinned; notices what was written meanwhile."""
+        group.num_open -= 1
+        if group.num_open:
+            return
+        for index, field in enumerate(group.fields):
+            version = field.parameter._version
+            if version != group.versions[index]:
+                self._wrote(group, index, version)
+            own(field.parameter, self.owner)
+
+    def _frame(self, page: Page) -> Frame:
+        frame = page.device if self.pager.device is not None else page.host
+        assert frame is not None
+        return frame
+
+    # -- tensors that autograd saves ------------------------------------------------------------------------
+
+    def tier_of(self, tensor: torch.Tensor) -> Tier | None:
+        """The tier whose slab a tensor looks into; None for every other tensor."""
+        try:
+            return self._slabs.get(tensor.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):  # no storage: sparse, or a wrapper of tensors
+            return None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps instead of ``tensor``: where it is in its page, if it looks into a frame."""
+        tier = self.tier_of(tensor)
+        if tier is None:
+            # Detached, since an output that held itself would never be freed. The version is checked by us, because
+            # autograd doesn't where there are hooks.
+            return tensor.detach(), tensor._version
+        with self.door:
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            frame = tier.slab.frame_at(offset)
+            return Saved(frame.page, offset - frame.offset, tensor)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again, from whichever frame its page is in now; the page stays until the tensor dies."""
+        if not isinstance(saved, Saved):
+            tensor: torch.Tensor = saved[0]
+            if tensor._version != saved[1]:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected {saved[1]}"
+                )
+            return tensor
+        page = saved.page
+        if page.version != saved.version:
+            raise PagingError(
+                "a parameter needed for backward has been modified since forward (by an optimizer step, by "
+                "load_state_dict, or in place): run forward again, or backward before the change"
+            )
+        with self.door:
+            self.pager.fault([page], Phase.BACKWARD, page.unit)
+            start = saved.start // saved.dtype.itemsize
+            view = self.tier.view(self._frame(page), saved.dtype, start, saved.size, saved.stride)
+            self.lend(view, page)
+        return view
+
+    def lend(self, tensor: torch.Tensor, page: Page) -> None:
+        """Pass one pin of ``page`` on to ``tensor``: it is let go of when the tensor dies."""
+        identity = id(tensor)
+
+        def died(_: Any) -> None:
+            with self.door:
+                self._lent.pop(identity, None)
+                forget_view(identity)
+                page.pins -= 1
+
+        self._lent[identity] = weakref.ref(tensor, died)
+
+    # -- touches from outside of a unit's forward -------------------------------------------------------------
+
+    def touch(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """Call ``func`` with the pages of ``tensors`` (parameters, views) resident; see ``parameter.Owner``."""
+        groups = list(dict.fromkeys(self.home[id(t)][0] for t in tensors if id(t) in self.home))
+        pages = [group.parameter for group in groups]
+        with self.door:
+            self.pager.fault(pages, Phase.FORWARD, groups[0].unit if groups else 0)
+            for group in groups:
+                self.open(group)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                versions = [tensor._version for tensor in tensors]
+                with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                    result = func(*args, **kwargs)
+                for tensor, version in zip(tensors, versions, strict=True):
+                    if tensor._version != version and id(tensor) not in self.home:
+                        self._wrote_view(tensor)
+                if self.copying and func is _Tensor.detach:
+                    return result.clone()
+                return self._wrap(result, func)
+        finally:
+            with self.door:
+                for group in groups:
+                    self.close(group)
+                self.pager.unpin(pages)
+
+    def set_data(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
+        """Write a parameter's values; shape and dtype are the page's, and stay."""
+        group, index = self.home[id(parameter)]
+        field = group.fields[index]
+        if tuple(data.shape) != field.size or data.dtype != group.dtype:
+            raise PagingError(
+                f"{field.name}.data = a tensor of shape {list(data.shape)} and dtype {data.dtype}; a paged parameter "
+                f"keeps its shape {list(field.size)} and dtype {group.dtype}: close the model to change them"
+            )
+        with torch.no_grad():
+            self.touch(_Tensor.copy_, (parameter, data), {}, [parameter])
+
+    def _wrap(self, result: Any, func: Callable[..., Any]) -> Any:
+        """Results that look into a frame become views that pin it."""
+        if isinstance(result, torch.Tensor):
+            if id(result) in self.home:
+                return result
+            tier = self.tier_of(result)
+            if tier is None:
+                return result
+            with self.door:
+                page = tier.slab.frame_at(int(result.storage_offset()) * result.element_size()).page
+                page.pins += 1
+                view = make_view(result, self.owner)
+                self.lend(view, page)
+                if func == _GET_DATA:
+                    self._wrote_view(view)  # an alias with a version of its own: what it does can't be seen
+            return view
+        if isinstance(result, tuple | list) and not isinstance(result, torch.Size):
+            items = [self._wrap(item, func) for item in result]
+            return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+        return result
+
+    def _wrote(self, group: Group, index: int, version: int) -> None:
+        """A user changed a parameter: the copies below, and its master weights, are stale."""
+        group.versions[index] = version
+        group.stale.add(index)
+        page = group.parameter
+        page.version += 1
+        if page.state is State.DEVICE:
+            page.device_dirty = True
+        else:
+            page.dirty = True
+
+    def _wrote_view(self, view: torch.Tensor) -> None:
+        """A user wrote through a view."""
+        tier = self.tier_of(view)
+        if tier is None:
+            return
+        offset = int(view.storage_offset()) * view.element_size()
+        frame = tier.slab.frame_at(offset)
+        page = frame.page
+        if not page.users:
+            page.dirty = True  # a gradient
+        for group in page.users:
+            assert isinstance(group, Group)
+            element = (offset - frame.offset) // group.dtype.itemsize
+            index = max(i for i, field in enumerate(group.fields) if field.offset <= element)
+            self._wrote(group, index, group.versions[index])
