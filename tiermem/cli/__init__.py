@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tiermem.cli import doctor, trace
+from tiermem.cli import bench, demo, doctor, trace, train
 from tiermem.cli.errors import ErrorGroup
 
 app = typer.Typer(
@@ -44,7 +44,10 @@ def _options(
 
 
 def _register() -> None:
+    app.command("demo")(demo.demo)
+    app.command("train")(train.train)
     app.add_typer(trace.app, name="trace")
+    app.command("bench")(bench.bench)
     app.command("doctor")(doctor.doctor)
 
 
