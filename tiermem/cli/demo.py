@@ -12,9 +12,10 @@ from tiermem.cli.errors import INTERRUPTED
 from tiermem.cli.output import JsonOption, print_json, printable
 
 LAYERS, WIDTH, HEADS = 8, 768, 12
-SEQUENCE, BATCH = 128, 4
+SEQUENCE, BATCH = 64, 4
 LR = 3e-4
 BUDGET = "256MiB"
+LEFT_OUT = ("test", "tests", "site-packages", "dist-packages")
 NBYTES_PER_PARAMETER = 16
 
 
@@ -48,7 +49,7 @@ def demo(
     from tiermem.trainer.gpt import GPT, GPTShape
     from tiermem.trainer.loop import adamw, train, warmup_cosine
 
-    corpus = Corpus(sysconfig.get_path("stdlib"), (".py",), ("site-packages", "dist-packages"))
+    corpus = Corpus(sysconfig.get_path("stdlib"), (".py",), LEFT_OUT)
     torch.manual_seed(0)
     shape = GPTShape(sequence=SEQUENCE, layers=LAYERS, width=WIDTH, heads=HEADS)
     unpaged_nbytes = NBYTES_PER_PARAMETER * shape.num_parameters
@@ -117,25 +118,24 @@ def _print(figures: dict[str, Any]) -> None:
         console.print(f"{name}: {value}", highlight=False)
     unpaged, stats = figures["unpaged_state_nbytes"], figures["stats"]
     peak, budget = figures["host_peak_nbytes"], figures["host_budget_nbytes"]
-    table = Table(title="Training state in memory", title_justify="left", title_style="bold")
+    table = Table()
     for column in ("", "not paged", "paged"):
-        table.add_column(column, justify="left" if not column else "right", overflow="fold")
-    table.add_row("peak", format_bytes(unpaged), format_bytes(peak), style="bold")
-    table.add_row(
-        "how it comes about",
-        f"{figures['parameters']:,} * (4 parameter + 4 gradient + 8 moments) B",
-        f"measured; {unpaged / peak:.1f} times less, the budget is {format_bytes(budget)}",
-    )
-    table.add_row("on disk", "0 B", format_bytes(stats["tiers"]["disk"]["in_use"]))
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
+    table.add_row("training state in memory, peak", format_bytes(unpaged), format_bytes(peak), style="bold")
+    table.add_row("budget for it", "none", format_bytes(budget))
+    table.add_row("training state on disk", "0 B", format_bytes(stats["tiers"]["disk"]["in_use"]))
     if figures["steps"]:
-        table.add_row("bytes paged", "0 B", format_bytes(figures["nbytes_paged"]))
-        table.add_row("waiting for pages", "0 %", f"{100 * figures['stall_fraction']:.1f} % of the time")
+        table.add_row("moved between memory and disk", "0 B", format_bytes(figures["nbytes_paged"]))
+        table.add_row("time spent waiting for pages", "0 %", f"{100 * figures['stall_fraction']:.1f} %")
     if figures["rss_growth_nbytes"] is not None:
-        table.add_row(
-            "the process grew by at most",
-            f"more than {format_bytes(unpaged)}",
-            f"{format_bytes(figures['rss_growth_nbytes'])}, activations and torch's own included",
-        )
+        grown = format_bytes(figures["rss_growth_nbytes"])
+        table.add_row("growth of the whole process, peak", "not measured", grown)
     console.print(table)
+    console.print(
+        f"Not paged is computed: {figures['parameters']:,} parameters, each with 4 bytes of its own, 4 of gradient "
+        f"and 8 of moments. Paged is measured, {unpaged / peak:.1f} times less in memory; the whole process has "
+        "activations and torch's own memory beside its pages.",
+        highlight=False,
+    )
     trace = printable(figures["trace"])
-    console.print(Text(f"The trace is {trace}; to look at it: tiermem trace summary {trace}"))
+    console.print(Text(f"The trace is in {trace}. To look at it: tiermem trace summary {trace}"))

@@ -35,14 +35,14 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Figures of the run. Losses in nats and bits per byte, times in seconds, sizes in bytes.
 
-        Rates leave the first step out when there are others: it records the schedule that the others follow.
+        One batch says little, so the last loss is the mean of the last tenth of the steps, or the last five. Rates leave the first step out when there are others: it records the schedule that the others follow.
         """
         reports = self.reports
         if not reports:
             return {"steps": 0, "steps_asked": self.steps, "interrupted": self.interrupted}
         steady = reports[1:] or reports
         seconds = sum(each.seconds for each in steady)
-        last = _mean_loss(reports[-max(1, len(reports) // 10) :])
+        last = _mean_loss(reports[1:][-max(5, len(reports) // 10) :] or reports)
         return {
             "steps": len(reports),
             "steps_asked": self.steps,
