@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter_ns as now
 
-from tiermem.errors import BudgetError
+from tiermem.errors import BudgetError, PagingError
 from tiermem.page import Frame, Kind, Page, State
 from tiermem.policies import Cursor, Phase, Prefetch
 from tiermem.table import PageTable
@@ -41,6 +41,12 @@ class Pager:
         self.prefetch = prefetch
         self._chosen = reason
         self._held: set[int] = set()  # pages of the fault in progress: not to be evicted for each other
+        self._homes = {
+            tier: _homes(table, tier, tier is (self.device or self.host)) for tier in self._tiers()
+        }
+
+    def _tiers(self) -> list[Tier]:
+        return [self.host] if self.device is None else [self.host, self.device]
 
     # -- what callers ask ---------------------------------------------------------------------------------
 
@@ -62,6 +68,7 @@ class Pager:
         Raises:
             TransferError: a transfer failed; nothing stays pinned, and the page is where it was.
             BudgetError: what is pinned already leaves no room.
+            PagingError: a page is needed on one tier, and a tensor that somebody holds pins it on the other.
         """
         moves = self.transfers
         moves.phase = phase
@@ -76,6 +83,8 @@ class Pager:
                 self._use(page)
                 moves.record(Event.HIT, page, At.NONE, at, Reason.NONE)
             else:
+                if page.pins and not on_host:
+                    raise _held_elsewhere(page)
                 self.counters.num_faults += 1
                 reason = Reason.PREFETCHED_LATE if page.prefetched else Reason.NOT_PREFETCHED
                 moves.record(Event.FAULT, page, PLACE[page.state], at, reason)
@@ -89,13 +98,19 @@ class Pager:
                 except BudgetError:
                     if device is None:
                         raise
-                    # Enough bytes, perhaps, but not side by side: begin again with our own pages out of the way.
-                    for page in pages:
-                        if page.state is State.DEVICE and not page.pins and not page.device_dirty:
-                            moves.drop_device(page, self._chosen)
+                    # Enough bytes, perhaps, but not side by side: begin again with nothing in the way.
+                    for frame in list(device.slab):
+                        if not frame.page.pins:
+                            self._evict(device, frame.page)
                     self._bring([page for page in pages if not self._arrived(page, device)], device, unit)
                 for page in overwrite:
                     self._take_empty(page)
+            except BaseException:
+                for page in overwrite:
+                    if page.hollow and not page.pins:
+                        page.hollow = False
+                        moves.drop(page, Reason.DISCARD)
+                raise
             finally:
                 self._held.clear()
         for page in pages:
@@ -120,9 +135,15 @@ class Pager:
                 page.blank = page.hollow = False
 
     def abandon(self, page: Page) -> None:
-        """Unpin a page that was to be overwritten and was not: what it was before is still below, or in its frame."""
+        """Unpin a page that was to be overwritten and was not, or only in part.
+
+        What it was before is still below, or in its frame: with the parts that were written, which is the page now.
+        """
         page.pins -= 1
-        if page.hollow and not page.pins:
+        if not page.hollow:
+            page.dirty = True
+            page.blank = False
+        elif not page.pins:
             page.hollow = False
             self.transfers.drop(page, Reason.DISCARD)
 
@@ -265,7 +286,11 @@ class Pager:
             return
         self.transfers.drop_device(page, Reason.DISCARD)
         if page.state is State.DISK:
-            self.transfers.read(page, self._make_room(self.host, page, Reason.DEMAND), Reason.DEMAND)
+            frame = self._make_room(self.host, page, Reason.DEMAND)
+            if page.blank:
+                self._take_blank(page, frame)
+                return
+            self.transfers.read(page, frame, Reason.DEMAND)
             self.transfers.wait(page)
             self.transfers.raise_error(page)
 
@@ -281,8 +306,12 @@ class Pager:
             self.transfers.wait(page)
         page.error = None
         if page.device is not None:
-            page.device_dirty = False
-            self.transfers.drop_device(page, Reason.DISCARD)
+            if page.pins:
+                raise _held_elsewhere(page)
+            if page.device_dirty:
+                self.store(page)  # if it isn't overwritten after all, this is its content
+            else:
+                self.transfers.drop_device(page, Reason.DISCARD)
         if page.state is State.DISK:
             self.transfers.settle(page, self._make_room(self.host, page, Reason.DEMAND))
             page.hollow = True
@@ -321,7 +350,7 @@ class Pager:
                     yield frame
         for number in tier.eviction.order():
             page = self.table[number]
-            if page.pins or number in self._held or page.state.journey:
+            if page.state.journey or self._stays(tier, page):
                 continue
             if on_host and page.dirty and not page.spent and not page.sinks:
                 continue
@@ -332,13 +361,46 @@ class Pager:
                 continue
             yield victim
 
+    def _stays(self, tier: Tier, page: Page) -> bool:
+        """Is its frame in ``tier`` one that somebody uses? What is pinned on the device needs no frame on the host."""
+        if tier is self.host and page.state is State.DEVICE:
+            return False
+        return bool(page.pins) or page.number in self._held
+
+    def _go_home(self, tier: Tier, page: Page, why: Reason) -> Frame | None:
+        """The frame at the end of the slab that is a resident page's own; None when it has none, or can't have it.
+
+        Resident pages are pinned for long. In the middle of the slab they would leave no room side by side for a large
+        page, where the budget is small.
+        """
+        offset = self._homes[tier].get(page.number)
+        if offset is None:
+            return None
+        moves = self.transfers
+        for frame in tier.slab.between(offset, offset + page.nbytes):
+            other = frame.page
+            if other.state.journey:
+                other.leaving = False
+                moves.wait(other)
+            if getattr(other, tier.name) is not frame:
+                continue
+            if self._stays(tier, other) or (
+                tier is self.host and other.dirty and not other.spent and not other.sinks
+            ):
+                return None
+            self._evict(tier, other)
+            if other.leaving:
+                moves.wait(other)
+            moves.raise_error()
+        return moves.reserve(tier, page, why, offset)
+
     def _make_room(self, tier: Tier, page: Page, why: Reason) -> Frame:
         """A frame for ``page``, whatever it takes: eviction, waiting for transfers, relocation.
 
         Raises BudgetError when what is pinned leaves no room at all.
         """
         moves = self.transfers
-        frame = moves.reserve(tier, page, why)
+        frame = self._go_home(tier, page, why) or moves.reserve(tier, page, why)
         if frame is not None:
             return frame
         start = now()
@@ -380,8 +442,14 @@ class Pager:
         Evictions that it takes are begun, and their frames noted in ``claimed``, so that the next one looks
         elsewhere.
         """
-        if not only_evict and (frame := self.transfers.reserve(tier, page, Reason.LOOKAHEAD)) is not None:
+        home = self._homes[tier].get(page.number)
+        if (
+            not only_evict
+            and (frame := self.transfers.reserve(tier, page, Reason.LOOKAHEAD, home)) is not None
+        ):
             return frame
+        if home is not None:
+            return None
         window = tier.slab.window(page.nbytes, self._victims(tier, position, claimed))
         if window is None:
             return None
@@ -405,8 +473,15 @@ class Pager:
                 self.store(page)
             else:
                 moves.drop_device(page, self._chosen)
+        elif page.device_dirty:
+            page.dirty = False  # stale: what counts is on the device
+            moves.drop(page, self._chosen)
         elif page.spent or page.blank or not page.dirty:
             moves.drop(page, Reason.DISCARD if page.spent else self._chosen)
+        elif page.state is State.DEVICE and (page.pins or page.number in self._held):
+            page.dirty = False
+            page.device_dirty = True  # what is below is stale: from here on the device has the only good copy
+            moves.drop(page, self._chosen)
         else:
             if page.state is State.DEVICE:
                 moves.drop_device(page, self._chosen)
@@ -437,7 +512,7 @@ class Pager:
                 memory[frame.offset + done :][:size].copy_(memory[old + done :][:size])
 
     def _no_room(self, tier: Tier, page: Page) -> BudgetError:
-        pinned = [frame for frame in tier.slab if frame.page.pins or frame.page.number in self._held]
+        pinned = [frame for frame in tier.slab if self._stays(tier, frame.page)]
         stuck = [
             frame for frame in tier.slab if not frame.page.sinks and frame.page.dirty and frame not in pinned
         ]
@@ -452,3 +527,23 @@ class Pager:
             f"of {tier.slab.nbytes} bytes, {pinned_nbytes} are pinned by {len(pinned)} pages in use or seen by tensors "
             f"that you hold, {stuck_nbytes} may not leave by [placement]; let go of such tensors, or raise the budget",
         )
+
+
+def _homes(table: PageTable, tier: Tier, computes: bool) -> dict[int, int]:
+    """Page number -> offset of its own place at the end of the slab, for the pages of the resident unit."""
+    kinds = [Kind.PARAMETER] if computes else []
+    kinds += [Kind.GRADIENT] if tier.name == "host" else []
+    homes: dict[int, int] = {}
+    end = tier.slab.nbytes
+    for page in table:
+        if page.unit == 0 and page.kind in kinds and page.nbytes <= end:
+            end -= page.nbytes
+            homes[page.number] = end
+    return homes
+
+
+def _held_elsewhere(page: Page) -> PagingError:
+    return PagingError(
+        f"the {page.kind.name.lower()} page of unit {page.unit} is needed elsewhere than on the "
+        f"{page.state.name.lower()}, where tensors that you hold look into it ({page.pins} pins): let go of them first"
+    )

@@ -53,11 +53,25 @@ class Slab:
                     break
         if best < 0:
             return None
-        offset = self._holes[best][0]
-        if best_nbytes == nbytes:
-            del self._holes[best]
-        else:
-            self._holes[best] = (offset + nbytes, best_nbytes - nbytes)
+        return self._cut(best, self._holes[best][0], page)
+
+    def reserve_at(self, page: Page, offset: int) -> Frame | None:
+        """Cut the frame for ``page`` that starts at ``offset``; None when any of its bytes is taken."""
+        index = bisect_right(self._holes, (offset, self.nbytes)) - 1
+        if index < 0 or sum(self._holes[index]) < offset + page.nbytes:
+            return None
+        return self._cut(index, offset, page)
+
+    def between(self, start: int, end: int) -> list[Frame]:
+        """The frames that hold any of the bytes from ``start`` to ``end``."""
+        frames = (self._frames[offset] for offset in self._offsets[: bisect_left(self._offsets, end)])
+        return [frame for frame in frames if frame.offset + frame.nbytes > start]
+
+    def _cut(self, index: int, offset: int, page: Page) -> Frame:
+        nbytes = page.nbytes
+        start, hole = self._holes[index]
+        rest = ((start, offset - start), (offset + nbytes, start + hole - offset - nbytes))
+        self._holes[index : index + 1] = [piece for piece in rest if piece[1]]
         frame = Frame(offset, nbytes, page)
         self._frames[offset] = frame
         insort(self._offsets, offset)

@@ -254,9 +254,9 @@ class Transfers:
 
     # -- frames -------------------------------------------------------------------------------------------
 
-    def reserve(self, tier: Tier, page: Page, reason: Reason) -> Frame | None:
-        """Cut a frame for the page out of a hole; None when there is none that holds it."""
-        frame = tier.slab.reserve(page)
+    def reserve(self, tier: Tier, page: Page, reason: Reason, offset: int | None = None) -> Frame | None:
+        """Cut a frame for the page out of a hole (at ``offset``, or wherever); None when there is none that does."""
+        frame = tier.slab.reserve(page) if offset is None else tier.slab.reserve_at(page, offset)
         if frame is not None:
             self.record(Event.RESERVE, page, At.NONE, self._at(tier), reason)
         return frame
