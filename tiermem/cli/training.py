@@ -35,7 +35,8 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Figures of the run. Losses in nats and bits per byte, times in seconds, sizes in bytes.
 
-        One batch says little, so the last loss is the mean of the last tenth of the steps, or the last five. Rates leave the first step out when there are others: it records the schedule that the others follow.
+        One batch says little, so the last loss is the mean of the last tenth of the steps, at least five. Rates leave
+        the first step out when there are others: it records the schedule that the others follow.
         """
         reports = self.reports
         if not reports:

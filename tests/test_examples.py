@@ -1,0 +1,43 @@
+"""The examples run as they stand, and leave nothing behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiermem import Config
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("finetune", "step 10: loss"),
+        ("inference", "the same as without paging: True"),
+    ],
+)
+def test_example(name, words, disk):
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        cwd=disk,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert words in done.stdout
+    assert list(disk.iterdir()) == []
+
+
+def test_the_policy_is_accepted():
+    assert Config.load(EXAMPLES / "policy.toml").host.budget.nbytes == 512 << 20
+
+
+def test_all_examples_are_tested():
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == ["finetune", "inference"]

@@ -1,0 +1,79 @@
+"""What the README and the documents say: their code runs, their policies are accepted, their links lead somewhere."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiermem
+from tiermem.trainer.gpt import GPT, GPTShape
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OWN = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def fenced(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def names(tmp_path, disk, monkeypatch):
+    """What the example takes for granted: a GPT, batches, and a policy that pages."""
+    monkeypatch.chdir(tmp_path)
+    policy = f'device.kind = "cpu"\nhost.budget = "512KiB"\ndisk.paths = ["{disk}"]\n'
+    (tmp_path / "policy.toml").write_text(policy)
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (3, 2, 17))
+    batches = [(batch[:, :-1], batch[:, 1:]) for batch in tokens]
+    return {
+        "GPT": lambda _: GPT(GPTShape(sequence=16, layers=4, width=48, heads=2)),
+        "batches": batches,
+    }
+
+
+def test_the_example_trains(names, disk):
+    (example,) = fenced(README, "python")
+    exec(example, names)
+    stats = names["model"].module
+    assert stats is names["net"]
+    assert type(next(names["net"].parameters())) is torch.nn.Parameter
+    assert not any(torch.isnan(parameter).any() for parameter in names["net"].parameters())
+    assert float(names["loss"].detach()) < 6
+    assert list(disk.iterdir()) == []
+
+
+def test_the_example_also_as_with(names):
+    (example,) = fenced(README, "python")
+    lines = example.splitlines()
+    inside = [f"    {line}" for line in lines[5:] if not line.startswith("model.close")]
+    exec("\n".join([*lines[:4], "with tiermem.TieredModule(net, 'policy.toml') as model:", *inside]), names)
+
+
+def test_the_policy_is_accepted():
+    (policy,) = fenced(README, "toml")
+    config = tiermem.Config.load(tomllib.loads(policy))
+    assert config.host.budget.nbytes == 48 << 30
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\| `tiermem ([a-z ]+?)[ `]", README, re.MULTILINE))
+def test_the_commands_are_there(command):
+    from typer.testing import CliRunner
+
+    from tiermem.cli import app
+
+    assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0
