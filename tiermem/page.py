@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from tiermem.errors import TransferError
+
 ALIGNMENT = 4096
 """Bytes. Frames and disk extents start and end on it: enough for O_DIRECT on every disk in use."""
 
@@ -143,9 +145,7 @@ class Page:
         self.device_dirty = False
         self.blank = True
         self.leaving = False  # being written because its frame is wanted
-        self.spent = (
-            False  # a gradient that the optimizer has used: dropped, not written, when its frame is wanted
-        )
+        self.spent = False  # a gradient that the optimizer has used: dropped, not written
         self.hollow = False  # its frame has no content yet: whoever pinned it is about to write all of it
         self.version = 0  # of the content: an autograd graph that saved another one must not go on
         self.prefetched = False  # brought in ahead of need and not used yet

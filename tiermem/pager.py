@@ -40,6 +40,7 @@ class Pager:
         self.counters = transfers.counters
         self.prefetch = prefetch
         self._chosen = reason
+        self._room_ns = 0  # waited for frames in the fault in progress
         self._held: set[int] = set()  # pages of the fault in progress: not to be evicted for each other
         self._homes = {
             tier: _homes(table, tier, tier is (self.device or self.host)) for tier in self._tiers()
@@ -81,13 +82,13 @@ class Pager:
             if self._arrived(page, device):
                 self.counters.num_hits += 1
                 self._use(page)
-                moves.record(Event.HIT, page, At.NONE, at, Reason.NONE)
+                moves.record(Event.HIT, page, At.NONE, at, Reason.NONE, unit=unit)
             else:
                 if page.pins and not on_host:
                     raise _held_elsewhere(page)
                 self.counters.num_faults += 1
                 reason = Reason.PREFETCHED_LATE if page.prefetched else Reason.NOT_PREFETCHED
-                moves.record(Event.FAULT, page, PLACE[page.state], at, reason)
+                moves.record(Event.FAULT, page, PLACE[page.state], at, reason, unit=unit)
                 missing.append(page)
         if missing or overwrite:
             self._held.update(page.number for page in pages)
@@ -240,11 +241,14 @@ class Pager:
         """Submit everything that is missing, then wait for all of it: the transfers overlap."""
         moves = self.transfers
         start = now()
+        self._room_ns = 0
         last: Page | None = None
+        link = (At.DISK, At.HOST)
         cause = Reason.PREFETCHED_LATE if any(page.prefetched for page in pages) else Reason.NOT_PREFETCHED
         for page in pages:
             if page.state in (State.WRITING, State.STORING):
                 page.leaving = False
+                link = ARROW[page.state]
                 moves.wait(page)
                 cause, last = Reason.DISK_BUSY, page
             if page.state is State.DISK:
@@ -271,13 +275,15 @@ class Pager:
                     moves.load(page, self._make_room(device, page, Reason.DEMAND), Reason.DEMAND)
             for page in climbing:
                 if page.state is State.LOADING:
+                    link = (At.HOST, At.DEVICE) if last is None else link
                     moves.wait(page)
                     last = page
                 moves.raise_error(page)
         for page in pages:
             self._use(page)
         if last is not None:
-            self._stall(last, unit, start, cause)
+            # What was waited for a frame has been told of already.
+            self._stall(last, unit, start + self._room_ns, cause, link)
 
     def _descend(self, page: Page) -> None:
         """From the device to the host, because the host will change it: the device's copy would be stale."""
@@ -330,12 +336,12 @@ class Pager:
         self.counters.num_prefetches += 1
         self.transfers.record(Event.PREFETCH, page, *ARROW[page.state], Reason.LOOKAHEAD)
 
-    def _stall(self, page: Page, unit: int, start: int, cause: Reason) -> None:
+    def _stall(self, page: Page, unit: int, start: int, cause: Reason, link: tuple[At, At]) -> None:
         duration = now() - start
         self.counters.stall_ns[cause.name.lower()] += duration
         if cause is Reason.PREFETCHED_LATE:
             self.counters.num_prefetches_late += 1
-        self.transfers.record(Event.STALL, page, At.NONE, At.NONE, cause, start, duration)
+        self.transfers.record(Event.STALL, page, *link, cause, start, duration, unit)
 
     # -- making room --------------------------------------------------------------------------------------
 
@@ -431,7 +437,8 @@ class Pager:
                 raise self._no_room(tier, page)
             frame = moves.reserve(tier, page, why)
         if waited:
-            self._stall(page, page.unit, start, Reason.NO_FRAME)
+            self._stall(page, page.unit, start, Reason.NO_FRAME, (At.HOST, At.DISK))
+            self._room_ns += now() - start
         return frame
 
     def _room_ahead(

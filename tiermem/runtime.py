@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,18 @@ import torch
 from torch import nn
 
 from tiermem import budget
+from tiermem.adopt import Adoption
 from tiermem.aio import Buffer, Queue, open_queue
 from tiermem.config import Config, Size
 from tiermem.config import Tier as TierName
 from tiermem.device import Device, available_nbytes, open_device
 from tiermem.disk import Disk
 from tiermem.door import Door
-from tiermem.errors import PagingError, format_bytes
+from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.page import ALIGNMENT, Kind, Page
 from tiermem.pager import Pager
-from tiermem.policies import Phase, eviction, prefetch
+from tiermem.policies import eviction, prefetch
 from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier
@@ -134,9 +134,11 @@ class Runtime:
         ahead = None if disk is None and unified else self._prefetch(host.slab.nbytes)
         self.pager = Pager(self.table, transfers, ahead, reason)
         self.steps = Steps(self.pager.follow, self.trace)
-        for unit in self.units:
-            for group in unit.groups:
-                self._adopt(group, dtype)
+        if disk is None:
+            for page in self.table:
+                page.sinks = False
+        self.adoption = Adoption(self.units, self.pager, disk, self.device, self.door)
+        self.adoption.take()
         for module in net.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -211,54 +213,6 @@ class Runtime:
             meta={"policy": self.config.to_toml(), "device": self.device.name},
         )
 
-    def _adopt(self, group: Group, dtype: torch.dtype | None) -> None:
-        """Copy a group's parameters into its pages; the module's own memory is let go of."""
-        host = self.pager.host
-        page = group.parameter
-        page.sinks = page.sinks and self.disk is not None
-        others = [each for part in group.parts for each in part.pages] + (
-            [group.gradient] if group.gradient else []
-        )
-        for each in others:
-            each.sinks = each.sinks and self.disk is not None
-        with self.door, torch.no_grad():
-            self.pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
-            assert page.host is not None
-            host.bytes_of(page.host).zero_()
-            for field in group.fields:
-                host.view(page.host, group.dtype, field.offset, field.size, field.stride).copy_(
-                    field.parameter
-                )
-            self.pager.unpin([page], dirty=True)
-            # A cast loses bits that the master weights keep.
-            if group.trainable and any(field.parameter.dtype is not group.dtype for field in group.fields):
-                self._adopt_masters(group)
-            if self.disk is not None:
-                self.pager.writeback([page])
-            group.unbind()
-
-    def _adopt_masters(self, group: Group) -> None:
-        host = self.pager.host
-        for part in group.parts:
-            master = part.master
-            if master is None:
-                continue
-            if self.disk is not None:
-                self.disk.provide([master])
-            self.pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
-            assert master.host is not None
-            whole = host.view(master.host, torch.float32, 0, (part.stop - part.start,), (1,))
-            for field in group.fields:
-                low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
-                if low < high:
-                    flat = storage_order(field.parameter.data)
-                    whole[low - part.start : high - part.start].copy_(
-                        flat[low - field.offset : high - field.offset]
-                    )
-            self.pager.unpin([master], dirty=True)
-            if self.disk is not None:
-                self.pager.writeback([master])
-
     # -- closing ------------------------------------------------------------------------------------------
 
     def close(self, restore: bool = True) -> None:
@@ -270,46 +224,16 @@ class Runtime:
         try:
             with self.door:
                 self.pager.transfers.drain()
+                if self.config.disk.keep:
+                    self.pager.flush()
                 if restore:
-                    self._restore()
+                    self.adoption.give_back()
                 else:
                     for unit in self.units:
                         for group in unit.groups:
                             group.unbind()
-                if self.config.disk.keep:
-                    self.pager.flush()
         finally:
             self._stack.close()
-
-    def _restore(self) -> None:
-        """Parameters, and gradients that are there, become ordinary tensors of their own."""
-        needed = sum(group.parameter.nbytes for unit in self.units for group in unit.groups)
-        if self.device.torch_device.type == "cpu" and needed > available_nbytes():
-            warnings.warn(
-                f"the parameters take {format_bytes(needed)} and {format_bytes(available_nbytes())} of memory are "
-                "available: they are not given back (NaN is in their place). Save state_dict() before close, or call "
-                "close(restore=False)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            for unit in self.units:
-                for group in unit.groups:
-                    group.unbind()
-            return
-        host = self.pager.host
-        for unit in self.units:
-            for group in unit.groups:
-                page = group.parameter
-                self.pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
-                assert page.host is not None
-                with torch.inference_mode(False):
-                    for index, field in enumerate(group.fields):
-                        view = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
-                        field.parameter.data = view.to(self.device.torch_device, copy=True)
-                        if group.landed[index] and group.gradient is not None and not group.gradient.blank:
-                            with torch.no_grad(), self.hooks.gradients.resident(group, index) as gradient:
-                                field.parameter.grad = gradient.to(self.device.torch_device, copy=True)
-                self.pager.unpin([page])
 
     # -- telling ------------------------------------------------------------------------------------------
 
@@ -373,23 +297,6 @@ def pages_of(group: Group) -> list[Page]:
     """All pages of a group."""
     pages = [group.parameter, *([group.gradient] if group.gradient else [])]
     return pages + [page for part in group.parts for page in part.pages]
-
-
-def storage_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements as they lie in memory (one dimension, a copy when there are gaps)."""
-    dense = tensor.contiguous() if not is_dense(tensor) else tensor
-    return dense.as_strided((dense.numel(),), (1,))
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Do the elements lie without gaps or overlaps, in whatever order of dimensions?"""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def free_nbytes(folder: Path) -> int:

@@ -324,13 +324,14 @@ class Transfers:
         reason: Reason,
         start: int = 0,
         duration: int = 0,
+        unit: int | None = None,
     ) -> None:
-        """Write one event of a page into the trace; without ``start``, it is now."""
+        """Write one event of a page; without ``start``, it is now. ``unit``: who asked, if not the page's own."""
         self.trace.record(
             event,
             start or now(),
             duration,
-            page.unit,
+            page.unit if unit is None else unit,
             page.number,
             page.nbytes,
             source,

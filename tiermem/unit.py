@@ -85,7 +85,7 @@ class Group:
         self._bound: tuple[int, int] | None = (0, 0)
         # One element behind every index: the shape stays, and whoever computes with it by mistake gets NaN.
         fill = float("nan") if parameter.dtype.is_floating_point else 0
-        self._absent = torch.full((1,), fill, dtype=parameter.dtype, device=device)
+        self._absent = torch.full((), fill, dtype=parameter.dtype, device=device)
 
     @property
     def trainable(self) -> bool:

@@ -233,4 +233,4 @@ class Views:
             assert isinstance(group, Group)
             element = (offset - frame.offset) // group.dtype.itemsize
             index = max(i for i, field in enumerate(group.fields) if field.offset <= element)
-            self._wrote(group, index, group.versions[index])
+            self._wrote(group, index, group.fields[index].parameter._version)

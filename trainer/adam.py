@@ -202,7 +202,8 @@ class Adam(Optimizer):
 
     def _update_of(self, p: Tensor) -> PagedUpdate | None:
         owner = owner_of(p)
-        return self._paged.get(owner) if isinstance(owner, Hooks) else None
+        update = self._paged.get(owner) if isinstance(owner, Hooks) else None
+        return update if update is not None and id(p) in update.settings else None
 
     def _step_plain(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
         """Update those of ``parameters`` that have gradients, each an ordinary tensor on the CPU."""

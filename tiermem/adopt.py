@@ -1,0 +1,170 @@
+"""Adoption: a module's own tensors go into pages when it is wrapped, and come back as tensors of its own at the end.
+
+If adoption is broken off (the disk fails, Ctrl-C), what was adopted is given back: wrapping a module never costs it its
+parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from tiermem.device import Device, available_nbytes
+from tiermem.disk import Disk
+from tiermem.door import Door
+from tiermem.errors import format_bytes
+from tiermem.page import Page
+from tiermem.pager import Pager
+from tiermem.policies import Phase
+from tiermem.unit import Field, Group, Unit
+
+
+class Adoption:
+    """Moves the parameters of ``units`` between the module's own memory and pages."""
+
+    def __init__(
+        self, units: Sequence[Unit], pager: Pager, disk: Disk | None, device: Device, door: Door
+    ) -> None:
+        self._groups = [group for unit in units for group in unit.groups]
+        self._pager = pager
+        self._disk = disk
+        self._device = device
+        self._door = door
+
+    # -- into pages ---------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Copy all parameters into their pages, unit by unit, and let go of the module's own memory.
+
+        A parameter of another dtype than its page is cast; of a trainable one, the master weights keep what that loses.
+        """
+        taken: list[Group] = []
+        casts = {id(group): group.fields[0].parameter.dtype for group in self._groups}
+        try:
+            for group in self._groups:
+                with self._door, torch.no_grad():
+                    self._take(group)
+                    group.unbind()
+                    taken.append(group)
+        except BaseException:
+            with self._door, torch.no_grad():
+                for group in taken:
+                    self._give_back(group, casts[id(group)])
+            raise
+
+    def _take(self, group: Group) -> None:
+        pager, host, page = self._pager, self._pager.host, group.parameter
+        pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
+        try:
+            assert page.host is not None
+            for field in group.fields:
+                place = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
+                place.copy_(field.parameter)
+        finally:
+            pager.unpin([page], dirty=True)
+        if group.trainable and any(field.parameter.dtype is not group.dtype for field in group.fields):
+            self._take_masters(group)
+        self._send([page])
+
+    def _take_masters(self, group: Group) -> None:
+        host = self._pager.host
+        for part in group.parts:
+            master = part.master
+            if master is None:
+                continue
+            if self._disk is not None:
+                self._disk.provide([master])
+            self._pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
+            try:
+                assert master.host is not None
+                for field in group.fields:
+                    low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
+                    if low < high:
+                        place = host.view(master.host, torch.float32, low - part.start, (high - low,), (1,))
+                        place.copy_(flat(field)[low - field.offset : high - field.offset])
+            finally:
+                self._pager.unpin([master], dirty=True)
+            self._send([master])
+
+    def _send(self, pages: Sequence[Page]) -> None:
+        """Begin to write, so that the next units find room: wrapping goes at the disk's speed."""
+        if self._disk is not None:
+            self._pager.writeback(pages)
+
+    # -- and back -----------------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """Parameters, and gradients that are there, become ordinary tensors on the device; pages become blank.
+
+        Where they don't fit the memory that is available, they are left without values, with a warning.
+        """
+        needed = sum(group.parameter.nbytes for group in self._groups)
+        available = available_nbytes()
+        with self._door, torch.no_grad():
+            for group in self._groups:
+                for part in group.parts:
+                    for page in part.pages:
+                        self._pager.discard(
+                            page
+                        )  # so that nothing is written to make room for what goes anyway
+            if self._device.torch_device.type == "cpu" and needed > available:
+                warnings.warn(
+                    f"the parameters take {format_bytes(needed)} and {format_bytes(available)} of memory are "
+                    "available: they are not given back (NaN is in their place). Save state_dict() before close, "
+                    "or call close(restore=False)",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+                for group in self._groups:
+                    group.unbind()
+                return
+            for group in self._groups:
+                self._give_back_gradients(group)
+            for group in self._groups:
+                self._give_back(group, group.dtype)
+
+    def _give_back(self, group: Group, dtype: torch.dtype) -> None:
+        page, host = group.parameter, self._pager.host
+        group.unbind()  # now, or the page's eviction would do it to the restored parameters
+        self._pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
+        try:
+            assert page.host is not None
+            with torch.inference_mode(False):
+                for field in group.fields:
+                    view = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
+                    field.parameter.data = view.to(self._device.torch_device, dtype, copy=True)
+        finally:
+            self._pager.unpin([page])
+        if not page.pins:
+            self._pager.discard(page)
+
+    def _give_back_gradients(self, group: Group) -> None:
+        page = group.gradient
+        if page is None or not any(group.landed) or (page.spent and page.blank):
+            return
+        self._pager.fault([page], Phase.BACKWARD, group.unit)
+        try:
+            assert page.host is not None
+            for index, field in enumerate(group.fields):
+                if group.landed[index]:
+                    view = self._pager.host.view(
+                        page.host, group.dtype, field.offset, field.size, field.stride
+                    )
+                    if group.scale is not None:
+                        view.mul_(group.scale)
+                    field.parameter.grad = view.to(self._device.torch_device, copy=True)
+            group.scale = None
+        finally:
+            self._pager.unpin([page])
+        if not page.pins:
+            self._pager.discard(page)
+
+
+def flat(field: Field) -> torch.Tensor:
+    """A parameter's own elements in the order in which its page has them (one dimension)."""
+    tensor = field.parameter.data
+    if tuple(tensor.stride()) != field.stride:
+        tensor = torch.empty_strided(field.size, field.stride, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((field.numel,), (1,))
