@@ -73,11 +73,10 @@ class Progress:
         console = Console(stderr=True)
         self._steps = steps
         self._bar = Bar(
-            TextColumn("training"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             console=console,
             disable=not console.is_terminal,
         )
