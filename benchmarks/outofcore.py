@@ -1,0 +1,224 @@
+"""Out of core: a GPT-2 124M training step under a host budget far below its state, beside the step that isn't paged.
+
+    python benchmarks/outofcore.py [--budget 512MiB ...] [--steps 6] [--quick] [--json FILE]
+                                   [--deepspeed-python PATH --deepspeed-script PATH]
+
+Batch 2 x 256 tokens, bfloat16 parameters and gradients, float32 master weights and moments: 16 bytes of state a
+parameter. For each budget: seconds a step (median, the first two left out), bytes read and written a step, and the
+ratio of the step to its floor, the larger of (the unpaged step, bytes moved / disk bandwidth). The bandwidth is that of
+tiermem's own queue on the same disk in the same run (benchmarks/io.py compares it with fio). Each configuration is a
+process of its own, and they take turns for ``--rounds`` rounds. Memory is VmHWM from after wrapping, and also the
+growth over the interpreter with torch imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPE = {"vocabulary": 50257, "sequence": 256, "layers": 12, "width": 768, "heads": 12, "tied": True}
+QUICK = {"vocabulary": 4096, "sequence": 128, "layers": 4, "width": 512, "heads": 8, "tied": True}
+
+
+def memory() -> dict[str, int]:
+    """Current and peak resident bytes of this process."""
+    fields = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("VmHWM", "VmRSS")):
+            fields[line.split(":")[0]] = int(line.split()[1]) * 1024
+    return fields
+
+
+def worker(budget: str, steps: int, quick: bool, folder: str, trace: str, dtype: str) -> dict[str, Any]:
+    """One configuration in this process; ``budget`` is a size, or "unpaged"."""
+    import torch
+
+    import tiermem
+    from tiermem.trainer import AdamW
+    from tiermem.trainer.gpt import GPT, GPTShape
+
+    base = memory()["VmRSS"]
+    shape = QUICK if quick else SHAPE
+    torch.manual_seed(0)
+    net = GPT(GPTShape(**shape)).to(getattr(torch, dtype))
+    parameters = sum(p.numel() for p in net.parameters())
+    model: Any = net
+    if budget != "unpaged":
+        config: dict[str, Any] = {
+            "device": {"kind": "cpu"},
+            "host": {"budget": budget},
+            "disk": {"paths": [folder]},
+        }
+        if trace:
+            config["trace"] = {"file": trace}
+        start = time.perf_counter()
+        model = tiermem.TieredModule(net, config)
+        wrapped = time.perf_counter() - start
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+    Path("/proc/self/clear_refs").write_text("5")
+    generator = torch.Generator().manual_seed(1)
+    seconds, losses, moved, phases = [], [], [], []
+    before = (0, 0)
+    for _ in range(steps):
+        x = torch.randint(0, shape["vocabulary"], (2, shape["sequence"]), generator=generator)
+        start = time.perf_counter()
+        logits = model(x)
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, logits.shape[-1]), x[:, 1:].reshape(-1)
+        )
+        t1 = time.perf_counter()
+        loss.backward()
+        t2 = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        t3 = time.perf_counter()
+        seconds.append(t3 - start)
+        phases.append((t1 - start, t2 - t1, t3 - t2))
+        losses.append(loss.item())
+        if budget != "unpaged":
+            stats = model.stats()
+            now = (stats["nbytes_read_from_disk"], stats["nbytes_written_to_disk"])
+            moved.append((now[0] - before[0], now[1] - before[1]))
+            before = now
+    result = {
+        "budget": budget,
+        "parameters": parameters,
+        "seconds": seconds,
+        "phases": [statistics.median(phase[i] for phase in phases[2:]) for i in range(3)],
+        "losses": losses,
+        "read": statistics.median(m[0] for m in moved[2:]) if moved else 0,
+        "written": statistics.median(m[1] for m in moved[2:]) if moved else 0,
+        "peak": memory()["VmHWM"],
+        "growth": memory()["VmHWM"] - base,
+    }
+    if budget != "unpaged":
+        result["stats"] = model.stats()
+        result["wrap_seconds"] = wrapped
+        model.close(restore=False)
+    return result
+
+
+def bandwidth(folder: str) -> tuple[float, float]:
+    """Read and write rates of the disk in bytes/s, as tiermem's queue reaches them."""
+    from tiermem.aio.speed import measure
+
+    speed = measure(folder, 512 << 20, 1 << 20, 32, "auto")
+    return speed.read, speed.write
+
+
+def deepspeed(python: str, script: str, folder: str, steps: int) -> dict[str, Any]:
+    """DeepSpeed ZeRO-3 with NVMe offload on the same work (the peer's script prints one JSON line)."""
+    with tempfile.TemporaryDirectory(dir=folder) as nvme:
+        environment = os.environ | {"DS_ACCELERATOR": "cpu", "NVME_PATH": nvme}
+        command = [python, script, "nvme", "12", "768", str(steps)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        line = json.loads(done.stdout.strip().splitlines()[-1])
+        return {"seconds": line["steps"], "peak": int(line["hwm_mb"] * 2**20), "loss": line["loss"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget", nargs="+", default=["4GiB", "1GiB", "512MiB"])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="a small model: does it run?")
+    parser.add_argument("--path", default=".", help="a folder on the disk to use")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--trace", default="", help="write the trace of a paged run to this file")
+    parser.add_argument("--deepspeed-python", default="", help="an interpreter that has deepspeed")
+    parser.add_argument("--deepspeed-script", default="", help="the peer's step")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of parameters; float32 where the CPU can't multiply bfloat16"
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.budget, options.rounds = ["256MiB", "64MiB"], 1
+    with tempfile.TemporaryDirectory(dir=options.path, prefix="outofcore-") as folder:
+        if options.worker:
+            print(
+                json.dumps(
+                    worker(options.worker, options.steps, options.quick, folder, options.trace, options.dtype)
+                )
+            )
+            return
+        runs: dict[str, list[dict[str, Any]]] = {}
+        rates = []
+        for _ in range(options.rounds):
+            for budget in ["unpaged", *options.budget]:
+                rates.append(bandwidth(folder))
+                command = [sys.executable, __file__, "--worker", budget, "--steps", str(options.steps)]
+                command += ["--dtype", options.dtype, "--path", options.path] + (
+                    ["--quick"] if options.quick else []
+                )
+                command += ["--trace", options.trace] if options.trace else []
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    print(
+                        f"{budget}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}",
+                        file=sys.stderr,
+                    )
+                    continue
+                runs.setdefault(budget, []).append(json.loads(done.stdout.strip().splitlines()[-1]))
+            if options.deepspeed_python and not options.quick:
+                runs.setdefault("DeepSpeed NVMe", []).append(
+                    deepspeed(options.deepspeed_python, options.deepspeed_script, folder, options.steps)
+                )
+        report(runs, rates, options)
+
+
+def report(runs: dict[str, list[dict[str, Any]]], rates: list[tuple[float, float]], options: Any) -> None:
+    """Print the table."""
+    read, write = (statistics.median(rate[i] for rate in rates) for i in range(2))
+
+    def step(name: str) -> float:
+        return statistics.median(s for run in runs[name] for s in run["seconds"][2:])
+
+    plain = step("unpaged")
+    parameters = runs["unpaged"][0]["parameters"]
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, disk reads {read / 1e9:.2f} and writes {write / 1e9:.2f} GB/s"
+    )
+    print(
+        f"GPT of {parameters / 1e6:.1f}M parameters, state {parameters * 16 / 2**30:.2f} GiB, batch 2, "
+        f"{options.dtype} with float32 state; medians of {options.rounds} x {options.steps - 2} steps"
+    )
+    print(
+        f"{'budget':>15} {'s/step':>7} {'x plain':>8} {'read':>8} {'written':>8} {'floor':>6} {'ratio':>6} "
+        f"{'peak':>8} {'growth':>8}"
+    )
+    rows = []
+    for name, results in runs.items():
+        good = [run for run in results if "seconds" in run]
+        if not good:
+            print(f"{name:>15} {results[0]['error']}")
+            continue
+        run = good[-1]
+        seconds = step(name)
+        moved = (run.get("read", 0), run.get("written", 0))
+        floor = max(plain, moved[0] / read + moved[1] / write)
+        rows.append({"budget": name, "seconds": seconds, "read": moved[0], "written": moved[1], "floor": floor,
+                     "ratio": seconds / floor, "peak": run["peak"], "growth": run.get("growth")})  # fmt: skip
+        print(
+            f"{name:>15} {seconds:7.3f} {seconds / plain:8.2f} {moved[0] / 2**20:6.0f}Mi {moved[1] / 2**20:6.0f}Mi "
+            f"{floor:6.2f} {seconds / floor:6.2f} {run['peak'] / 2**20:6.0f}Mi {run.get('growth', 0) / 2**20:6.0f}Mi"
+        )
+        if "losses" in run and run["losses"] != runs["unpaged"][0]["losses"]:
+            print(f"{'':>15} DIFFERENT LOSSES from the unpaged run")
+    if options.json:
+        Path(options.json).write_text(json.dumps({"read": read, "write": write, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Overhead where everything fits: a training step of a wrapped model against the plain loop, same optimizer.
+
+    python benchmarks/overhead.py [--steps 12] [--rounds 5] [--quick] [--json FILE]
+
+The models live in this one process and take turns, ``--steps`` steps each a round; the ratio is that of the medians
+over all rounds. float32 GPTs of several sizes, with clipping; and a deep, thin one whose cost is hooks rather than matrices.
+The paged runs have a host budget above their state, so that nothing moves; the second of them writes a trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiermem
+from tiermem.trainer import AdamW
+from tiermem.trainer.gpt import GPT, GPTShape
+
+SHAPES = {
+    "30M, 2 x 256": (GPTShape(sequence=256, layers=4, width=768, heads=12), 2),
+    "11M, 4 x 128": (GPTShape(sequence=128, layers=6, width=384, heads=6), 4),
+    "thin: 48 units": (GPTShape(sequence=64, layers=48, width=128, heads=4), 8),
+}
+
+
+class Loop:
+    """One model, its optimizer and its steps."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.optimizer = AdamW(model.parameters(), lr=1e-4)
+        self.seconds: list[float] = []
+
+    def step(self, x: torch.Tensor) -> float:
+        """One training step; returns the loss."""
+        start = time.perf_counter()
+        logits = self.model(x)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        loss.backward()
+        if isinstance(self.model, tiermem.TieredModule):
+            self.model.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - start)
+        return loss.item()
+
+
+def measure(shape: GPTShape, batch: int, steps: int, rounds: int) -> dict[str, float]:
+    """Median seconds a step: plain, paged, and paged with a trace."""
+    torch.manual_seed(0)
+    net = GPT(shape)
+    config = {"device": {"kind": "cpu"}, "host": {"budget": "8GiB"}}
+    with tempfile.TemporaryDirectory() as folder:
+        traced = config | {"trace": {"file": str(Path(folder, "run.trace"))}}
+        loops = {
+            "plain": Loop(copy.deepcopy(net)),
+            "paged": Loop(tiermem.TieredModule(copy.deepcopy(net), config)),
+            "traced": Loop(tiermem.TieredModule(net, traced)),
+        }
+        generator = torch.Generator().manual_seed(1)
+        for number in range(rounds + 1):
+            batches = [
+                torch.randint(0, 256, (batch, shape.sequence), generator=generator) for _ in range(steps)
+            ]
+            losses = {name: [loop.step(x) for x in batches] for name, loop in loops.items()}
+            assert losses["plain"] == losses["paged"] == losses["traced"], "the runs differ"
+            if number == 0:  # the first round records schedules and touches memory
+                for loop in loops.values():
+                    loop.seconds.clear()
+        result = {name: statistics.median(loop.seconds) for name, loop in loops.items()}
+        for name in ("paged", "traced"):
+            loops[name].model.close(restore=False)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="the smallest model, one round: does it run?")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    shapes = dict(list(SHAPES.items())[-1:]) if options.quick else SHAPES
+    rounds = 1 if options.quick else options.rounds
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; float32, everything fits the host"
+    )
+    print(f"{'model':>16} {'plain s':>9} {'paged s':>9} {'ratio':>6} {'traced s':>9} {'ratio':>6}")
+    rows = {}
+    for name, (shape, batch) in shapes.items():
+        row = rows[name] = measure(shape, batch, options.steps, rounds)
+        print(
+            f"{name:>16} {row['plain']:9.4f} {row['paged']:9.4f} {row['paged'] / row['plain']:6.3f} "
+            f"{row['traced']:9.4f} {row['traced'] / row['plain']:6.3f}"
+        )
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
