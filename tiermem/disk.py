@@ -8,6 +8,7 @@ files that tiermem itself makes are ever removed, in folders of this user, and l
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -20,6 +21,7 @@ from tiermem.errors import BudgetError, ConfigError, format_bytes
 from tiermem.page import Page
 
 PREFIX = "tiermem-run-"
+KEPT = "tiermem-kept-"
 PAGES = "pages.bin"
 
 
@@ -29,6 +31,7 @@ class RunFolder:
     def __init__(self, parent: str | os.PathLike[str], keep: bool = False) -> None:
         self.parent = Path(parent)
         self.keep = keep
+        self._owner = os.getpid()
         try:
             self.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.parent):
@@ -44,13 +47,23 @@ class RunFolder:
             ) from error
 
     def close(self) -> None:
-        """Remove the folder (unless it is kept) and let go of the lock; idempotent."""
+        """Remove the folder and let go of the lock; idempotent. One that is kept gets a name that no run reclaims.
+
+        In a child of a fork only the child's descriptor is closed: the folder is its parent's.
+        """
         if self._lock < 0:
             return
-        if not self.keep:
-            _remove(self.path)
-        os.close(self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, -1
+        try:
+            if self._owner == os.getpid():
+                if self.keep:
+                    kept = self.path.with_name(KEPT + self.path.name.removeprefix(PREFIX))
+                    with contextlib.suppress(FileNotFoundError):
+                        self.path = self.path.rename(kept)
+                else:
+                    _remove(self.path, lock)
+        finally:
+            os.close(lock)
 
 
 def reclaim(parent: Path, *, locked: bool = False) -> list[str]:
@@ -76,7 +89,7 @@ def reclaim(parent: Path, *, locked: bool = False) -> list[str]:
             except OSError:
                 continue  # alive
             else:
-                if _remove(path):
+                if _remove(path, lock):
                     removed.append(entry)
             finally:
                 os.close(lock)
@@ -94,11 +107,14 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _remove(path: Path) -> bool:
-    """Remove a run folder and our files in it; False (and the folder stays) when there is anything else in it."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path / PAGES)
+def _remove(path: Path, folder: int) -> bool:
+    """Remove a run folder and our files in it; False (and the folder stays) when there is anything else in it.
+
+    ``folder`` is its descriptor, so that a link put in its place is not followed.
+    """
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(PAGES, dir_fd=folder)
         os.rmdir(path)
     except OSError:
         return False
@@ -176,7 +192,19 @@ class Disk:
                     "make room or name another folder in disk.paths",
                 )
             if end > old:
-                file.preallocate(end)
+                try:
+                    file.preallocate(end)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    raise BudgetError(
+                        end - old,
+                        free,
+                        "disk",
+                        None,
+                        f"pages in {folder.parent}",
+                        f"{error.strerror}: make room or name another folder in disk.paths",
+                    ) from error
         self._ends = ends
         self.used += nbytes
         for page, extent in zip(new, extents, strict=True):

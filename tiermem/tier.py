@@ -22,6 +22,11 @@ class Tier:
         self.eviction = eviction
         self._typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: memory}
 
+    def close(self) -> None:
+        """Let go of the memory; whoever holds a view of a frame keeps it alive."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._typed = {}
+
     def bytes_of(self, frame: Frame) -> torch.Tensor:
         """The frame's bytes (uint8)."""
         return self.memory[frame.offset : frame.offset + frame.nbytes]

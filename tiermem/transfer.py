@@ -19,7 +19,7 @@ from tiermem.errors import PagingError, TransferError
 from tiermem.page import Frame, Page, State
 from tiermem.stats import Counters, Link
 from tiermem.tier import Tier
-from tiermem.trace import AnyTrace, Event, Phase, Reason
+from tiermem.trace import AnyTrace, Event, NullTrace, Phase, Reason
 from tiermem.trace import Tier as At
 
 ARROW = {
@@ -63,6 +63,7 @@ class Transfers:
         self.disk = disk
         self.counters = Counters()
         self.trace = trace
+        self._tracing = not isinstance(trace, NullTrace)
         self.phase: int = Phase.NONE  # written into every record
         self._queue = queue
         self._copier = copier
@@ -166,8 +167,12 @@ class Transfers:
         """HOST -> LOADING, into a device frame that was reserved for the page."""
         assert self.device is not None
         assert page.host is not None
+        try:
+            copy = self._copier.copy(self.device.bytes_of(frame), self.host.bytes_of(page.host))
+        except BaseException:
+            self._release(self.device, frame, page, reason)
+            raise
         page.device = frame
-        copy = self._copier.copy(self.device.bytes_of(frame), self.host.bytes_of(page.host))
         self._unbind(page)
         self._depart(page, State.LOADING, _of_copy(copy, reason))
 
@@ -327,6 +332,8 @@ class Transfers:
         unit: int | None = None,
     ) -> None:
         """Write one event of a page; without ``start``, it is now. ``unit``: who asked, if not the page's own."""
+        if not self._tracing:
+            return
         self.trace.record(
             event,
             start or now(),
@@ -348,7 +355,13 @@ def _transfer(page: Page) -> Transfer:
 
 
 def _of_copy(copy: Copy, reason: Reason) -> Transfer:
-    return Transfer(copy.done, copy.wait, reason)
+    def wait() -> None:
+        try:
+            copy.wait()
+        except RuntimeError as failure:  # torch's and CUDA's
+            raise OSError(errno.EIO, str(failure)) from failure
+
+    return Transfer(copy.done, wait, reason)
 
 
 _LANDINGS: dict[State, Callable[[Transfers, Page, TransferError | None], None]] = {
