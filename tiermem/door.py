@@ -42,8 +42,11 @@ class Door:
             self._depth -= 1
             if self._depth == 0 and self._handler is not None:
                 handler, self._handler = self._handler, None
-                signal.signal(signal.SIGINT, handler)
-                caught, self._caught = self._caught, None
+                try:
+                    signal.signal(signal.SIGINT, handler)
+                finally:
+                    # Also when another one strikes here: it stands for both.
+                    caught, self._caught = self._caught, None
                 if caught is not None:
                     handler(*caught)
 
