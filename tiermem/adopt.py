@@ -56,6 +56,9 @@ class Adoption:
 
     def _take(self, group: Group) -> None:
         pager, host, page = self._pager, self._pager.host, group.parameter
+        # Masters first: once the parameters' page is there, its eviction would take their own memory from them.
+        if group.trainable and any(field.parameter.dtype is not group.dtype for field in group.fields):
+            self._take_masters(group)
         pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
         try:
             assert page.host is not None
@@ -64,8 +67,6 @@ class Adoption:
                 place.copy_(field.parameter)
         finally:
             pager.unpin([page], dirty=True)
-        if group.trainable and any(field.parameter.dtype is not group.dtype for field in group.fields):
-            self._take_masters(group)
         self._send([page])
 
     def _take_masters(self, group: Group) -> None:

@@ -41,17 +41,27 @@ class Gradients:
                 f"the gradient of {group.fields[index].name} is sparse ({gradient.layout}): gradient pages are dense; "
                 "use sparse=False"
             )
-        with self.resident(group, index) as place:
-            if group.landed[index]:
-                place.add_(gradient.to(place.device))
-            else:
-                place.copy_(gradient)
-                group.landed[index] = 1
-            group.norms[index] = torch.linalg.vector_norm(place) if group.wants_norms else None
-            if self._pager.device is not None:
-                self._pager.counters.device_to_host.nbytes[Kind.GRADIENT] += (
-                    place.numel() * place.element_size()
-                )
+        page = _page(group)
+        with self._door:
+            if page.pins and page.host is not None and not page.spent and group.scale is None:
+                # The unit is open in backward, as it nearly always is: nothing to bring, nothing to pin.
+                self._put(group, index, gradient)
+                page.dirty = True
+                page.blank = False
+                return
+        with self.resident(group, index):
+            self._put(group, index, gradient)
+
+    def _put(self, group: Group, index: int, gradient: torch.Tensor) -> None:
+        place = self._place(group, index)
+        if group.landed[index]:
+            place.add_(gradient.to(place.device))
+        else:
+            place.copy_(gradient)
+            group.landed[index] = 1
+        group.norms[index] = torch.linalg.vector_norm(place) if group.wants_norms else None
+        if self._pager.device is not None:
+            self._pager.counters.device_to_host.nbytes[Kind.GRADIENT] += place.numel() * place.element_size()
 
     @contextmanager
     def resident(self, group: Group, index: int) -> Iterator[torch.Tensor]:

@@ -52,6 +52,7 @@ class Views:
         self.door = door
         self.home = home
         self.tier = pager.device or pager.host  # where modules compute
+        self._place = State.HOST if pager.device is None else State.DEVICE
         self.copying = 0  # state_dict calls that run: what they take of parameters is copied
         self.owner = owner
         tiers = [pager.host] if pager.device is None else [pager.host, pager.device]
@@ -124,7 +125,10 @@ class Views:
                 "load_state_dict, or in place): run forward again, or backward before the change"
             )
         with self.door:
-            self.pager.fault([page], Phase.BACKWARD, page.unit)
+            if page.pins and page.state is self._place:
+                page.pins += 1  # its unit is open, as it nearly always is
+            else:
+                self.pager.fault([page], Phase.BACKWARD, page.unit)
             start = saved.start // saved.dtype.itemsize
             view = self.tier.view(self._frame(page), saved.dtype, start, saved.size, saved.stride)
             self.lend(view, page)
