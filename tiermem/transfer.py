@@ -245,7 +245,7 @@ class Transfers:
 
     def _failed(self, page: Page, failure: OSError) -> TransferError:
         source, target = ARROW[page.state]
-        path = self.disk.path_of(page) if self.disk is not None and page.extent is not None else None
+        path = self.disk.path_of(page) if self.disk is not None and At.DISK in (source, target) else None
         error = TransferError(
             f"the {page.kind.name.lower()} page of unit {page.unit} (page {page.number}, {page.nbytes} bytes)",
             source.name.lower(),
