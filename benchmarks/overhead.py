@@ -3,7 +3,7 @@
     python benchmarks/overhead.py [--steps 12] [--rounds 5] [--quick] [--json FILE]
 
 The models live in this one process and take turns, ``--steps`` steps each a round; the ratio is that of the medians
-over all rounds. float32 GPTs of several sizes, with clipping; and a deep, thin one whose cost is hooks rather than matrices.
+over all rounds. float32 GPTs of several sizes, with clipping; and a deep, thin one that costs hooks more than matrices.
 The paged runs have a host budget above their state, so that nothing moves; the second of them writes a trace.
 """
 

@@ -41,7 +41,7 @@ class Adoption:
         A parameter of another dtype than its page is cast; of a trainable one, the master weights keep what that loses.
         """
         taken: list[Group] = []
-        casts = {id(group): group.fields[0].parameter.dtype for group in self._groups}
+        casts = {id(group): [field.parameter.dtype for field in group.fields] for group in self._groups}
         try:
             for group in self._groups:
                 with self._door, torch.no_grad():
@@ -124,16 +124,16 @@ class Adoption:
             for group in self._groups:
                 self._give_back_gradients(group)
             for group in self._groups:
-                self._give_back(group, group.dtype)
+                self._give_back(group, [group.dtype] * len(group.fields))
 
-    def _give_back(self, group: Group, dtype: torch.dtype) -> None:
+    def _give_back(self, group: Group, dtypes: Sequence[torch.dtype]) -> None:
         page, host = group.parameter, self._pager.host
         group.unbind()  # now, or the page's eviction would do it to the restored parameters
         self._pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
         try:
             assert page.host is not None
             with torch.inference_mode(False):
-                for field in group.fields:
+                for field, dtype in zip(group.fields, dtypes, strict=True):
                     view = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
                     field.parameter.data = view.to(self._device.torch_device, dtype, copy=True)
         finally:

@@ -7,11 +7,14 @@ in its update (parameters, gradients and one part of optimizer state). What may 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from tiermem.errors import BudgetError, format_bytes
 from tiermem.page import ALIGNMENT, Page
+from tiermem.table import PageTable
 from tiermem.unit import Unit
 
 MIN_PART_NUMEL = 1 << 14
@@ -44,31 +47,80 @@ def host_need(units: Sequence[Unit], pages: Iterable[Page], unified: bool) -> Ne
     best: tuple[int, str] = (0, "nothing to page")
     for unit in units:
         outer = [units[number] for number in unit.outer]
-        chain = [unit, *outer]
-        parameters = [page for each in chain for page in each.pages] if unified else []
-        gradients = [page for each in chain for page in each.gradient_pages]
+        below = [page for each in outer for page in (each.pages if unified else []) + each.gradient_pages]
+        parameters = unit.pages if unified else []
         if unit.number:
-            for phase, needed in (("forward", parameters), ("backward", parameters + gradients)):
-                best = max(best, _sum(f"{phase} of {unit.name}", stuck + resident + needed))
+            for phase, own in (("forward", parameters), ("backward", parameters + unit.gradient_pages)):
+                best = max(best, _sum(f"{phase} of {unit.name}", stuck + resident + below + own, below, own))
         if not unified:
             for page in unit.pages:  # a stop on its way to the device
-                best = max(best, _sum(f"loading {unit.name}", [*stuck, *resident, page]))
+                best = max(
+                    best, _sum(f"loading {unit.name}", [*stuck, *resident, *below, page], below, [page])
+                )
         for group in unit.groups:
+            shared = [group.parameter, *([group.gradient] if group.gradient else [])]
+            several = shared if len(group.parts) > 1 else []
             for part in group.parts:
-                pages_of = [group.parameter, *([group.gradient] if group.gradient else []), *part.pages]
-                best = max(best, _sum(f"update of {unit.name}", stuck + pages_of))
+                needed = stuck + shared + part.pages
+                best = max(best, _sum(f"update of {unit.name}", needed, several, part.pages))
     return Need(*best)
 
 
 def device_need(units: Sequence[Unit]) -> Need:
     """The smallest device budget, where the device has memory of its own."""
-    best: tuple[int, str] = _sum("the resident unit", units[0].pages)
+    resident = units[0].pages
+    best: tuple[int, str] = _sum("the resident unit", resident)
     for unit in units[1:]:
-        chain = [unit, *(units[number] for number in unit.outer)]
-        best = max(
-            best, _sum(f"forward of {unit.name}", units[0].pages + [p for each in chain for p in each.pages])
-        )
+        below = [page for number in unit.outer for page in units[number].pages]
+        best = max(best, _sum(f"forward of {unit.name}", resident + below + unit.pages, below, unit.pages))
     return Need(*best)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way to cut a model into units and pages, and what it needs."""
+
+    table: PageTable
+    units: list[Unit]
+    host: Need
+    device: Need | None
+
+
+def fit(
+    candidates: Iterable[dict[str, nn.Module]],
+    build: Callable[[dict[str, nn.Module], int], tuple[PageTable, list[Unit]]],
+    host: int,
+    device: int | None,
+    overheads: tuple[int, int],
+) -> Fit:
+    """The first of the ``candidates`` (modules that are units) that works within ``host`` and ``device`` bytes.
+
+    ``device`` is None where the host is the device; ``overheads`` are the bytes of the host's and the device's budget
+    that pages can't have. Raises BudgetError with the smallest budget that any candidate works with.
+    """
+    tried: list[Fit] = []
+    seen = set()
+    for modules in candidates:
+        names = tuple(modules)
+        if names in seen:
+            continue
+        seen.add(names)
+        for numel in dict.fromkeys((part_numel(host), MIN_PART_NUMEL)):
+            table, units = build(modules, numel)
+            needs = host_need(units, table, device is None), None if device is None else device_need(units)
+            found = Fit(table, units, *needs)
+            if found.host.nbytes <= host and (found.device is None or found.device.nbytes <= (device or 0)):
+                return found
+            tried.append(found)
+    smallest = min(tried, key=lambda each: each.host.nbytes)
+    require("host", host, smallest.host, smallest.host, overheads[0])
+    least = min((each.device for each in tried if each.device is not None), key=lambda need: need.nbytes)
+    require("device", device or 0, least, least, overheads[1])
+    # Each budget would do with another way to cut the model, but not both with one.
+    both = min((each for each in tried if each.host.nbytes <= host), key=lambda each: each.device.nbytes)  # type: ignore[union-attr]
+    assert both.device is not None
+    require("device", device or 0, both.device, both.device, overheads[1])
+    raise AssertionError("a fit that was passed over")
 
 
 def require(tier: str, capacity: int, need: Need, smallest: Need, overhead: int = 0) -> None:
@@ -85,14 +137,25 @@ def require(tier: str, capacity: int, need: Need, smallest: Need, overhead: int 
         )
 
 
-def _sum(what: str, pages: Sequence[Page]) -> tuple[int, str]:
+def _sum(
+    what: str, pages: Sequence[Page], pinned: Sequence[Page] = (), placed: Sequence[Page] = ()
+) -> tuple[int, str]:
+    """The bytes of ``pages``, each counted once, and the sum in words.
+
+    While ``pinned`` ones lie wherever they happened to be brought to, ``placed`` ones must find room between them.
+    With n pinned frames there are at most n + 1 gaps. If every gap were too small for a page of s bytes, less than
+    (n + 1) s bytes would be free; so n times the largest page on top is always enough.
+    """
     unique = list({page.number: page for page in pages}.values())
-    total = sum(page.nbytes for page in unique)
     kinds: dict[str, int] = {}
     for page in unique:
         name = page.kind.name.lower() + (" (resident unit)" if page.unit == 0 else "")
         name += "" if page.sinks else " (may not sink)"
         kinds[name] = kinds.get(name, 0) + page.nbytes
+    gaps = len({page.number for page in pinned}) * max((page.nbytes for page in placed), default=0)
+    if gaps:
+        kinds["for gaps between pinned pages"] = gaps
+    total = sum(kinds.values())
     terms = " + ".join(f"{nbytes:,} {name}" for name, nbytes in kinds.items())
     return total, f"{what} needs {terms} = {total:,} bytes at one time"
 

@@ -8,11 +8,20 @@ transfers that were submitted.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+# The functions behind the signal module's, which turn numbers into enums and back at ten times the cost; the door is
+# passed a few times for each tensor of each step.
+_raw: Any = importlib.import_module("_signal")
+_set_handler: Callable[..., Any] = _raw.signal
+_get_handler: Callable[..., Any] = _raw.getsignal
+_SIGINT = int(signal.SIGINT)
 
 
 class Door:
@@ -26,29 +35,62 @@ class Door:
         self._caught: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        if threading.get_ident() == self._main:
-            if self._depth == 0:
-                current = signal.getsignal(signal.SIGINT)
-                if callable(current) and current != self._note:
-                    # Before the lock, so that there is no moment in which it is held and an interrupt can strike.
-                    self._handler = current
-                    signal.signal(signal.SIGINT, self._note)
-            self._depth += 1
+        self._begin()
         self._lock.acquire()
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
+        self._end()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep Ctrl-C back without the lock: what is pinned inside is unpinned before it strikes."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """The door for callbacks that may not raise: a signal noted meanwhile strikes on the next way out."""
+        self._begin()
+        with self._lock:
+            yield
+        self._end(strike=False)
+
+    def checkpoint(self) -> None:
+        """Let a noted signal strike here, inside a :meth:`hold`, where everything can be undone."""
+        if self._caught is not None and self._handler is not None and threading.get_ident() == self._main:
+            caught, self._caught = self._caught, None
+            self._handler(*caught)
+
+    def _begin(self) -> None:
         if threading.get_ident() == self._main:
-            self._depth -= 1
-            if self._depth == 0 and self._handler is not None:
-                handler, self._handler = self._handler, None
-                try:
-                    signal.signal(signal.SIGINT, handler)
-                finally:
-                    # Also when another one strikes here: it stands for both.
-                    caught, self._caught = self._caught, None
-                if caught is not None:
-                    handler(*caught)
+            if self._depth == 0:
+                current = _get_handler(_SIGINT)
+                if callable(current) and current != self._note:
+                    # Before the lock, so that there is no moment in which it is held and an interrupt can strike.
+                    self._handler = current
+                    _set_handler(_SIGINT, self._note)
+            self._depth += 1
+
+    def _end(self, strike: bool = True) -> None:
+        if threading.get_ident() != self._main:
+            return
+        self._depth -= 1
+        if self._depth == 0 and self._handler is not None:
+            handler, self._handler = self._handler, None
+            if not strike:
+                _set_handler(_SIGINT, handler)
+                return
+            try:
+                _set_handler(_SIGINT, handler)
+            finally:
+                # Also when another one strikes here: it stands for both.
+                caught, self._caught = self._caught, None
+            if caught is not None:
+                handler(*caught)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._caught = (number, frame)

@@ -59,13 +59,20 @@ class Gradients:
         else:
             place.copy_(gradient)
             group.landed[index] = 1
-        group.norms[index] = torch.linalg.vector_norm(place) if group.wants_norms else None
+        group.normed[index] = group.wants_norms
+        if group.wants_norms:
+            # Into memory of its own: a small tensor for each would lie between the large ones and hold the heap apart.
+            torch.linalg.vector_norm(place, out=group.norms[index])
         if self._pager.device is not None:
             self._pager.counters.device_to_host.nbytes[Kind.GRADIENT] += place.numel() * place.element_size()
 
     @contextmanager
     def resident(self, group: Group, index: int) -> Iterator[torch.Tensor]:
         """The place of one parameter's gradient in its page: pinned, scaled as clipping asked, dirty afterwards."""
+        with self._door.hold():
+            yield from self._resident(group, index)
+
+    def _resident(self, group: Group, index: int) -> Iterator[torch.Tensor]:
         page = _page(group)
         with self._door:
             if page.spent and any(group.landed):
@@ -97,7 +104,7 @@ class Gradients:
         for index, landed in enumerate(group.landed):
             if landed:
                 self._place(group, index).mul_(scale)
-                group.norms[index] = None
+                group.normed[index] = 0
 
     # -- clipping -----------------------------------------------------------------------------------------
 
@@ -112,11 +119,11 @@ class Gradients:
             if group is None or not group.landed[index]:
                 continue
             groups[id(group)] = group
-            norm = group.norms[index] if norm_type == 2.0 and group.scale is None else None
-            if norm is None:
+            if norm_type == 2.0 and group.scale is None and group.normed[index]:
+                norms.append(group.norms[index])
+            else:
                 with self.resident(group, index) as place:
-                    norm = torch.linalg.vector_norm(place, norm_type)
-            norms.append(norm)
+                    norms.append(torch.linalg.vector_norm(place, norm_type))
         if not norms:
             return torch.tensor(0.0)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -144,7 +151,7 @@ class Gradients:
             page.pins += 1
             view = make_view(place, self._views.owner)
             self._views.lend(view, page)
-            group.norms[index] = None
+            group.normed[index] = 0
             return view
 
     def set(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -160,8 +167,7 @@ class Gradients:
                 f"assigned a gradient of shape {list(gradient.shape)} and dtype {gradient.dtype} to {field.name}, "
                 f"which has {list(field.size)} and {group.dtype}"
             )
-        group.landed[index] = 0
-        group.norms[index] = None
+        group.landed[index] = group.normed[index] = 0
         if gradient is not None:
             with torch.no_grad():
                 self.land(group, index, gradient)
@@ -176,10 +182,27 @@ class Gradients:
                     continue
                 for index, field in enumerate(group.fields):
                     if only is None or id(field.parameter) in only:
-                        group.landed[index] = 0
-                        group.norms[index] = None
+                        group.landed[index] = group.normed[index] = 0
                 if not any(group.landed):
                     self._forget(group)
+
+    def zero(self, only: Container[int] | None = None) -> None:
+        """All gradients that are there become zeros; ``only``: those of parameters with these ids."""
+        for unit in self._units:
+            for group in unit.groups:
+                wanted = [
+                    index
+                    for index, field in enumerate(group.fields)
+                    if group.landed[index] and (only is None or id(field.parameter) in only)
+                ]
+                if wanted and len(wanted) == sum(group.landed) and not _page(group).pins:
+                    self._forget(group)  # a page without content is zeros
+                    group.normed[:] = bytes(len(group.normed))
+                    continue
+                for index in wanted:
+                    with self.resident(group, index) as place:
+                        place.zero_()
+                    group.normed[index] = 0
 
     def _forget(self, group: Group) -> None:
         group.scale = None

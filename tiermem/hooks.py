@@ -46,7 +46,8 @@ class Hooks:
         self.gradients = Gradients(units, pager, door, self.views)
         self._handles: list[Any] = []
         self._passes: list[_Pass] = []  # forwards of the whole model that run
-        self._entered: list[tuple[Unit, int]] = []  # forward: units entered and not left, with the time
+        # Forward: units entered and not left, when, and the saved-tensor hooks that they brought.
+        self._entered: list[tuple[Unit, int, Any]] = []
         self._open: list[tuple[Unit, list[Page], int]] = []  # backward: the same, with the pages pinned
         self._in_backward = False
         self._resident_pages: list[Page] = []  # pinned while the resident unit is held
@@ -86,6 +87,7 @@ class Hooks:
         self.release_resident()
         for group, index in self.home.values():
             disown(group.fields[index].parameter)
+        self.views.closed = True
 
     def unwind(self) -> None:
         """Leave every unit that was entered and not left, because an error or Ctrl-C broke off the step."""
@@ -151,7 +153,11 @@ class Hooks:
             self.pager.fault(unit.pages, Phase.FORWARD, unit.number)
             for group in unit.uses:
                 self.views.open(group)
-            self._entered.append((unit, now()))
+            # The whole model's forward has done this, unless this unit is used outside of it, or checkpointed.
+            saving = self.views.saving()
+            if saving is not None:
+                saving.__enter__()
+            self._entered.append((unit, now(), saving))
             self.pager.pump()
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -167,7 +173,9 @@ class Hooks:
                 node.register_prehook(self._leaves[unit.number])
 
     def _leave_forward(self) -> None:
-        unit, start = self._entered.pop()
+        unit, start, saving = self._entered.pop()
+        if saving is not None:
+            saving.__exit__(None, None, None)
         for group in unit.uses:
             self.views.close(group)
         self.pager.unpin(unit.pages)
@@ -176,6 +184,7 @@ class Hooks:
     # -- backward -----------------------------------------------------------------------------------------
 
     def _enter_backward(self, unit: Unit, gradients: Any) -> None:
+        self.views.check_open()
         with self.door:
             if any(unit is other for other, _, _ in self._open):
                 return
@@ -211,7 +220,7 @@ class Hooks:
         self.trace.record(Event.COMPUTE, start, now() - start, unit.number, phase=Phase.BACKWARD)
 
     def _landed(self, group: Group, index: int, parameter: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with self.door.hold(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             self.gradients.land(group, index, gradient)
@@ -242,6 +251,17 @@ class Hooks:
         """Write the parameter's values."""
         self.views.set_data(parameter, data)
 
+    def zero_gradients(self, only: Container[int] | None = None) -> None:
+        """All gradients that are there become zeros; ``only``: those of parameters with these ids."""
+        self.release_resident()
+        self.gradients.zero(only)
+
+    def layout(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A tensor without memory that has the parameter's size and strides."""
+        group, index = self.home[id(parameter)]
+        field = group.fields[index]
+        return torch.empty_strided(field.size, field.stride, dtype=group.dtype, device="meta")
+
     def forget_gradients(self, only: Container[int] | None = None) -> None:
         """No parameter has a gradient any more (``zero_grad``); ``only``: none of those with these ids."""
         self.release_resident()
@@ -263,8 +283,10 @@ class _Pass:
         for group in groups:
             self._views.open(group)
         self._groups = groups
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._views.pack, self._views.unpack)
-        self._saving.__enter__()
+        saving = self._views.saving()
+        if saving is not None:
+            saving.__enter__()
+        self._saving = saving
 
     def end(self) -> None:
         """Undo what :meth:`begin` did, as far as it came."""

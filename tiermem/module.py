@@ -63,9 +63,7 @@ class TieredModule(nn.Module):
         elif set_to_none:
             self._runtime.hooks.forget_gradients()
         else:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
+            self._runtime.hooks.zero_gradients()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -38,6 +38,9 @@ class Owner(Protocol):
     def set_data(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
         """Write the parameter's values."""
 
+    def layout(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A tensor without memory that has the parameter's size and strides."""
+
 
 _owners: dict[int, Owner] = {}
 
@@ -125,6 +128,9 @@ _ESCAPES = {
 }  # fmt: skip
 """What lets memory out of our sight, where no pin could follow: it gets a copy."""
 
+_LAYOUT = {_Tensor.stride, _Tensor.is_contiguous}
+"""What a parameter will answer again once its bytes are there."""
+
 _GET_GRAD = _getter("grad")
 _SET_GRAD = _Tensor.grad.__set__
 _DELETE_GRAD = _Tensor.grad.__delete__
@@ -153,6 +159,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             return owner.set_gradient(args[0], None)
         if func == _SET_DATA:
             return owner.set_data(args[0], args[1])
+        if func in _LAYOUT:
+            return func(owner.layout(args[0]), *args[1:], **kwargs)
     if func in _ESCAPES:
         copy = owner.touch(
             _Tensor.clone, (args[0].detach() if args[0].requires_grad else args[0],), {}, tensors

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tiermem.table import PageTable
 from tiermem.tier import Tier
 from tiermem.trace import AnyTrace, NullTrace, PageInfo, Reason, Trace
 from tiermem.transfer import Transfers
-from tiermem.unit import Group, Unit, build_units, find_units
+from tiermem.unit import Group, Unit, build_units, find_units, nbytes_of
 
 log = logging.getLogger("tiermem")
 
@@ -53,6 +54,7 @@ class Runtime:
         self.config = config
         self.net = net
         self.closed = False
+        self.queue: Queue | None = None
         self.notes: list[str] = []  # what is not as good as it could be, in words
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -68,63 +70,17 @@ class Runtime:
     def _build(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
         config, unified = self.config, self.device.unified
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
-        buffers = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
-        host_budget = config.host.budget.resolve(available_nbytes())
-        overhead = buffers if unified else 0
-        capacity = budget.floor(max(0, host_budget - overhead))
-        limits = (
-            [capacity] if unified else [capacity, config.device.budget.resolve(self.device.free_nbytes())]
-        )
-        modules = find_units(net, config.policy.units, min(limits) // 6)
-        sinks = {kind: getattr(config.placement, name) is TierName.DISK for kind, name in PLACEMENT.items()}
-
-        def build(numel: int) -> tuple[PageTable, list[Unit]]:
-            table = PageTable()
-            device = self.device.torch_device
-            return table, build_units(
-                net, modules, table, dtype=dtype, device=device, part_numel=numel, sinks=sinks
-            )
-
-        self.table, self.units = build(budget.part_numel(capacity))
-        need = budget.host_need(self.units, self.table, unified)
-        if need.nbytes > capacity:
-            table, units = build(budget.MIN_PART_NUMEL)
-            smallest = budget.host_need(units, table, unified)
-            budget.require("host", capacity, smallest, smallest, overhead)
-            self.table, self.units, need = table, units, smallest
-        self.budgets = {"host": host_budget}
-        self.smallest = {"host": need.nbytes + overhead}
+        capacity, device_capacity = self._cut(net, dtype)
         total = sum(page.nbytes for page in self.table)
-        disk_budget = self._disk_budget()
-        self.budgets["disk"] = disk_budget
-
         device_tier = None
-        if not unified:
-            device_budget = limits[1]
-            self.budgets["device"] = device_budget
-            device_capacity = budget.floor(max(0, device_budget - buffers))
-            device_need = budget.device_need(self.units)
-            self.smallest["device"] = device_need.nbytes + buffers
-            budget.require("device", device_capacity, device_need, device_need, buffers)
+        if device_capacity is not None:
             parameters = sum(page.nbytes for page in self.table if page.kind is Kind.PARAMETER)
             memory = self.device.allocate(min(device_capacity, parameters))
             device_tier = Tier("device", memory, eviction(config.policy.eviction))
+            stack.callback(device_tier.close)
         host = self._host(min(capacity, total), stack)
         self.door = Door()
-        self.queue: Queue | None = None
-        disk = None
-        if total > host.slab.nbytes:
-            self.queue = open_queue(config.io.engine, config.io.request.resolve(0), config.io.depth)
-            stack.enter_context(self.queue)
-            disk = Disk(
-                [str(path) for path in config.disk.folders], disk_budget, self.queue, config.disk.keep
-            )
-            stack.callback(disk.close)
-            if self.queue.engine != "libaio" and config.io.engine == "auto":
-                self.notes.append(self.queue.note)
-            self.notes.extend(disk.notes)
-            # What the first step needs at the latest, so that a full disk is found out now.
-            disk.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
+        disk = self._disk(stack) if total > host.slab.nbytes else None
         self.disk = disk
         self.trace: AnyTrace = self._trace()
         stack.callback(self.trace.close)
@@ -155,6 +111,39 @@ class Runtime:
         self.hooks.attach()
         trim_memory()
 
+    def _cut(self, net: nn.Module, dtype: torch.dtype | None) -> tuple[int, int | None]:
+        """Resolve the budgets and cut the model into units and pages that work within them.
+
+        Returns the bytes that pages may take on the host, and on the device where that has memory of its own.
+        """
+        config, unified = self.config, self.device.unified
+        buffers = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
+        overhead = buffers if unified else 0
+        self.budgets = {"host": config.host.budget.resolve(available_nbytes()), "disk": self._disk_budget()}
+        capacity = budget.floor(max(0, self.budgets["host"] - overhead))
+        device_capacity = None
+        if not unified:
+            self.budgets["device"] = config.device.budget.resolve(self.device.free_nbytes())
+            device_capacity = budget.floor(max(0, self.budgets["device"] - buffers))
+        sinks = {kind: getattr(config.placement, name) is TierName.DISK for kind, name in PLACEMENT.items()}
+        device = self.device.torch_device
+
+        def build(modules: dict[str, nn.Module], numel: int) -> tuple[PageTable, list[Unit]]:
+            table = PageTable()
+            return table, build_units(
+                net, modules, table, dtype=dtype, device=device, part_numel=numel, sinks=sinks
+            )
+
+        best = min(capacity, capacity if device_capacity is None else device_capacity) // 6
+        cut = budget.fit(
+            ways_to_cut(net, config.policy.units, best), build, capacity, device_capacity, (overhead, buffers)
+        )
+        self.table, self.units = cut.table, cut.units
+        self.smallest = {"host": cut.host.nbytes + overhead}
+        if cut.device is not None:
+            self.smallest["device"] = cut.device.nbytes + buffers
+        return capacity, device_capacity
+
     def _disk_budget(self) -> int:
         size: Size = self.config.disk.budget
         if size.nbytes is not None:
@@ -165,18 +154,32 @@ class Runtime:
                 free += free_nbytes(folder)
         return size.resolve(free)
 
+    def _disk(self, stack: contextlib.ExitStack) -> Disk:
+        """The disk tier, for a model that doesn't fit the host."""
+        io, paths = self.config.io, [str(path) for path in self.config.disk.folders]
+        self.queue = stack.enter_context(open_queue(io.engine, io.request.resolve(0), io.depth))
+        disk = Disk(paths, self.budgets["disk"], self.queue, self.config.disk.keep)
+        stack.callback(disk.close)
+        if self.queue.engine != "libaio" and io.engine == "auto":
+            self.notes.append(self.queue.note)
+        self.notes.extend(disk.notes)
+        # What the first step needs at the latest, so that a full disk is found out now.
+        disk.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
+        return disk
+
     def _host(self, nbytes: int, stack: contextlib.ExitStack) -> Tier:
         """The host's slab: one buffer, pinned where there is CUDA."""
-        buffer = Buffer(max(nbytes, ALIGNMENT))
-        stack.callback(close_buffer, buffer)
-        memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
+        # The tensor keeps the buffer alive: unmapping it while somebody holds a view would be a crash of theirs.
+        memory = torch.frombuffer(Buffer(max(nbytes, ALIGNMENT)).view, dtype=torch.uint8)
         if self.config.host.pinned is not False:
             pinning = self.device.pin(memory)
             if pinning.startswith("refused"):
                 self.notes.append(f"host frames: {pinning}")
             else:
                 stack.callback(self.device.unpin, memory)
-        return Tier("host", memory, eviction(self.config.policy.eviction))
+        host = Tier("host", memory, eviction(self.config.policy.eviction))
+        stack.callback(host.close)
+        return host
 
     def _prefetch(self, capacity: int) -> Any:
         ahead = self.config.policy.lookahead
@@ -293,6 +296,16 @@ class Runtime:
             self.table.check(self.pager.host.slab, self.pager.device.slab if self.pager.device else None)
 
 
+def ways_to_cut(net: nn.Module, patterns: Sequence[str], limit: int) -> Iterator[dict[str, nn.Module]]:
+    """Which modules could be units, with ``limit`` as the most bytes of one first, then with less, then with more."""
+    if patterns:
+        yield find_units(net, patterns, limit)
+        return
+    limits = [1 << power for power in range(12, nbytes_of(net).bit_length() + 1)]
+    for each in [limit, *(x for x in reversed(limits) if x < limit), *(x for x in limits if x > limit)]:
+        yield find_units(net, patterns, each)
+
+
 def pages_of(group: Group) -> list[Page]:
     """All pages of a group."""
     pages = [group.parameter, *([group.gradient] if group.gradient else [])]
@@ -306,12 +319,6 @@ def free_nbytes(folder: Path) -> int:
         path = path.parent
     space = os.statvfs(path)
     return space.f_bavail * space.f_frsize
-
-
-def close_buffer(buffer: Buffer) -> None:
-    """Give the slab's memory back; while somebody still holds a view of a frame, it lives on with that view."""
-    with contextlib.suppress(BufferError):
-        buffer.close()
 
 
 def trim_memory() -> None:

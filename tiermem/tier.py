@@ -23,9 +23,9 @@ class Tier:
         self._typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: memory}
 
     def close(self) -> None:
-        """Let go of the memory; whoever holds a view of a frame keeps it alive."""
+        """Let go of the memory. It is freed with the last tensor that looks into it, wherever that is held."""
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self._typed = {}
+        self._typed.clear()
 
     def bytes_of(self, frame: Frame) -> torch.Tensor:
         """The frame's bytes (uint8)."""

@@ -73,7 +73,10 @@ class Group:
         self.gradient = gradient
         self.parts: tuple[Part, ...] = ()
         self.landed = bytearray(len(fields))
-        self.norms: list[torch.Tensor | None] = [None] * len(fields)  # of the gradients, where known
+        self.norms = (
+            torch.zeros(len(fields), dtype=parameter.dtype) if gradient else torch.empty(0)
+        )  # of gradients
+        self.normed = bytearray(len(fields))  # which of the norms are those of the gradients as they are
         self.wants_norms = False  # does the loop clip? then norms are taken as gradients land
         self.scale: torch.Tensor | None = (
             None  # by which clipping wants the gradients multiplied, still to be done

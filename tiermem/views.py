@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tiermem.door import Door
 from tiermem.errors import PagingError
@@ -44,6 +46,58 @@ class Saved:
         self.version = page.version
 
 
+class StandIn(torch.Tensor):
+    """What a saved-tensor hook of somebody else is given for a tensor of a frame: its shape, and where it is.
+
+    Checkpointing and offloading hooks keep or copy what they are given. A copy of this one has the values; kept as it
+    is (or detached), it becomes the tensor of whichever frame has its page by then.
+    """
+
+    saved: Saved
+    views: Views
+
+    @staticmethod
+    def of(saved: Saved, views: Views, tensor: torch.Tensor) -> StandIn:
+        """A stand-in for ``tensor``, which is saved as ``saved``."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        stand_in: StandIn = make(
+            StandIn, tensor.size(), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        stand_in.saved = saved
+        stand_in.views = views
+        return stand_in
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as a plain callable
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return StandIn.of(args[0].saved, args[0].views, args[0])
+        args, kwargs = tree_map_only(
+            StandIn, lambda each: each.views.unpack(each.saved), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+class Foreign:
+    """Our saved-tensor hooks on top of somebody else's: theirs see ordinary tensors, and stand-ins for frames."""
+
+    def __init__(self, views: Views, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        self._views = views
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What they keep of the tensor."""
+        saved = self._views.locate(tensor)
+        return self._pack(tensor if saved is None else StandIn.of(saved, self._views, tensor))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor that they give back, or the one that they kept a stand-in for."""
+        tensor: torch.Tensor = self._unpack(packed)
+        return tensor.views.unpack(tensor.saved) if isinstance(tensor, StandIn) else tensor
+
+
 class Views:
     """The tensors of one wrapped model that look into frames. ``home``: id of a parameter -> its group and field."""
 
@@ -57,9 +111,9 @@ class Views:
         self.owner = owner
         tiers = [pager.host] if pager.device is None else [pager.host, pager.device]
         self._slabs = {tier.memory.untyped_storage().data_ptr(): tier for tier in tiers}
-        self._lent: dict[
-            int, weakref.ref[torch.Tensor]
-        ] = {}  # id of a handed-out tensor -> what tells its death
+        self.closed = False
+        # The id of a handed-out tensor -> what tells its death.
+        self._lent: dict[int, weakref.ref[torch.Tensor]] = {}
 
     # -- parameters ---------------------------------------------------------------------------------------
 
@@ -82,6 +136,13 @@ class Views:
                 self._wrote(group, index, version)
             own(field.parameter, self.owner)
 
+    def check_open(self) -> None:
+        """Raise PagingError when the model has been closed."""
+        if self.closed:
+            raise PagingError(
+                "the model of this tensor or graph has been closed: its pages are gone (call backward before close)"
+            )
+
     def _frame(self, page: Page) -> Frame:
         frame = page.device if self.pager.device is not None else page.host
         assert frame is not None
@@ -96,17 +157,36 @@ class Views:
         except (RuntimeError, NotImplementedError):  # no storage: sparse, or a wrapper of tensors
             return None
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps instead of ``tensor``: where it is in its page, if it looks into a frame."""
+    def saving(self) -> Any:
+        """A context in which autograd saves through us; None where it does already.
+
+        Hooks of somebody else (checkpointing, offloading) that are in place go on seeing what is saved.
+        """
+        get_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+        top = get_top(False)
+        if top is None:
+            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        pack, unpack = top
+        if isinstance(getattr(pack, "__self__", None), Views | Foreign):
+            return None
+        foreign = Foreign(self, pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(foreign.pack, foreign.unpack)
+
+    def locate(self, tensor: torch.Tensor) -> Saved | None:
+        """Where in its page a tensor is; None when it doesn't look into a frame."""
         tier = self.tier_of(tensor)
         if tier is None:
-            # Detached, since an output that held itself would never be freed. The version is checked by us, because
-            # autograd doesn't where there are hooks.
-            return tensor.detach(), tensor._version
+            return None
         with self.door:
             offset = int(tensor.storage_offset()) * tensor.element_size()
             frame = tier.slab.frame_at(offset)
             return Saved(frame.page, offset - frame.offset, tensor)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps instead of ``tensor``: where it is in its page, if it looks into a frame."""
+        # Detached, since an output that held itself would never be freed. The version is checked by us, because
+        # autograd doesn't where there are hooks.
+        return self.locate(tensor) or (tensor.detach(), tensor._version)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, from whichever frame its page is in now; the page stays until the tensor dies."""
@@ -119,6 +199,7 @@ class Views:
                 )
             return tensor
         page = saved.page
+        self.check_open()
         if page.version != saved.version:
             raise PagingError(
                 "a parameter needed for backward has been modified since forward (by an optimizer step, by "
@@ -131,7 +212,12 @@ class Views:
                 self.pager.fault([page], Phase.BACKWARD, page.unit)
             start = saved.start // saved.dtype.itemsize
             view = self.tier.view(self._frame(page), saved.dtype, start, saved.size, saved.stride)
-            self.lend(view, page)
+            if torch.is_grad_enabled():
+                # A backward that is differentiated saves what it uses, past our hooks: it gets a copy.
+                view = view.clone()
+                page.pins -= 1
+            else:
+                self.lend(view, page)
         return view
 
     def lend(self, tensor: torch.Tensor, page: Page) -> None:
@@ -139,7 +225,7 @@ class Views:
         identity = id(tensor)
 
         def died(_: Any) -> None:
-            with self.door:
+            with self.door.quietly():
                 self._lent.pop(identity, None)
                 forget_view(identity)
                 page.pins -= 1
@@ -158,6 +244,18 @@ class Views:
         """Call ``func`` with the pages of ``tensors`` (parameters, views) resident; see ``parameter.Owner``."""
         groups = list(dict.fromkeys(self.home[id(t)][0] for t in tensors if id(t) in self.home))
         pages = [group.parameter for group in groups]
+        with self.door.hold():
+            return self._touch(func, args, kwargs, tensors, groups, pages)
+
+    def _touch(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        groups: list[Group],
+        pages: list[Page],
+    ) -> Any:
         with self.door:
             self.pager.fault(pages, Phase.FORWARD, groups[0].unit if groups else 0)
             for group in groups:
@@ -165,7 +263,7 @@ class Views:
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 versions = [tensor._version for tensor in tensors]
-                with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                with self.saving() or nullcontext():
                     result = func(*args, **kwargs)
                 for tensor, version in zip(tensors, versions, strict=True):
                     if tensor._version != version and id(tensor) not in self.home:

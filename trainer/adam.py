@@ -21,6 +21,7 @@ from tiermem.trainer.paged import PagedUpdate
 __all__ = ["Adam", "AdamW"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TAKES = "this Adam takes float32, bfloat16, float16"
 _FLOAT32_STATE = ("exp_avg", "exp_avg_sq", "master")
 
 
@@ -160,13 +161,11 @@ class Adam(Optimizer):
         """Forget the gradients; those of paged parameters page by page, without bringing them back."""
         for group in self.param_groups:
             for p in group["params"]:
-                if owner_of(p) is not None and set_to_none:
-                    continue
-                if p.grad is not None:
+                if owner_of(p) is None and p.grad is not None:
                     p.grad = None if set_to_none else p.grad.detach().zero_()
-        if set_to_none:
-            for hooks, update in self._paged.items():
-                hooks.forget_gradients(update.settings)
+        for hooks, update in self._paged.items():
+            forget = hooks.forget_gradients if set_to_none else hooks.zero_gradients
+            forget(update.settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters of a :class:`tiermem.TieredModule` get their state as pages of it."""
@@ -181,6 +180,8 @@ class Adam(Optimizer):
                         f"a parameter of shape {tuple(p.shape)} was frozen when its model was wrapped, so it has no "
                         "pages for gradient and state: set requires_grad before wrapping"
                     )
+                if p.dtype not in _DTYPES and p.requires_grad:
+                    raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}: {_TAKES}")
                 if owner.home[id(p)][0].trainable:
                     paged.setdefault(owner, []).append(p)
         for owner, parameters in paged.items():
@@ -337,9 +338,7 @@ def _refuse_unsupported(p: Tensor, gradient: Tensor) -> None:
             "this Adam updates tensors on the CPU; keep the parameter there, or in a tiered module"
         )
     if p.dtype not in _DTYPES:
-        raise ValueError(
-            f"a parameter of shape {tuple(p.shape)} is {p.dtype}: this Adam takes float32, bfloat16, float16"
-        )
+        raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}: {_TAKES}")
     if gradient.layout != torch.strided:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} has a gradient of layout {gradient.layout}: Adam does "

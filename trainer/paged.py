@@ -74,7 +74,8 @@ class PagedUpdate:
             number = 0
             for group in unit.groups:
                 if group.trainable and any(group.landed):
-                    self._update(unit, group, number, kernel, hypers)
+                    with hooks.door.hold():
+                        self._update(unit, group, number, kernel, hypers)
                 number += len(group.parts)
         with hooks.door:
             hooks.steps.end_step()
@@ -107,6 +108,7 @@ class PagedUpdate:
                 if not spans:
                     continue
                 pages = part.pages if begun else [*part.pages, *shared]
+                hooks.door.checkpoint()
                 with hooks.door:
                     access = Access(unit.number, Phase.OPTIMIZER, number + index)
                     hooks.steps.access(access, [page.number for page in pages])
@@ -248,7 +250,8 @@ class PagedUpdate:
             if kind is Kind.MASTER and group.dtype is torch.float32:
                 continue
             whole = torch.empty_strided(field.size, field.stride, dtype=torch.float32)
-            self._visit(group, index, kind, whole, lambda page, own: own.copy_(page), dirty=False)
+            with self.hooks.door.hold():
+                self._visit(group, index, kind, whole, lambda page, own: own.copy_(page), dirty=False)
             state[name] = whole
         return state
 
@@ -271,7 +274,8 @@ class PagedUpdate:
                     f"{name} of {field.name} has shape {list(value.shape)}, not {list(field.size)}"
                 )
             whole = torch.empty_strided(field.size, field.stride, dtype=torch.float32).copy_(value)
-            self._visit(group, index, kind, whole, lambda page, own: page.copy_(own), dirty=True)
+            with self.hooks.door.hold():
+                self._visit(group, index, kind, whole, lambda page, own: page.copy_(own), dirty=True)
         if state.get("master") is not None:
             group.stale.add(index)  # the parameter may have been loaded too: whichever it is, they must agree
 
