@@ -48,15 +48,10 @@ def host_need(units: Sequence[Unit], pages: Iterable[Page], unified: bool) -> Ne
     for unit in units:
         outer = [units[number] for number in unit.outer]
         below = [page for each in outer for page in (each.pages if unified else []) + each.gradient_pages]
-        parameters = unit.pages if unified else []
+        parameters = unit.pages  # on a device of its own, they pass through the host together
         if unit.number:
             for phase, own in (("forward", parameters), ("backward", parameters + unit.gradient_pages)):
                 best = max(best, _sum(f"{phase} of {unit.name}", stuck + resident + below + own, below, own))
-        if not unified:
-            for page in unit.pages:  # a stop on its way to the device
-                best = max(
-                    best, _sum(f"loading {unit.name}", [*stuck, *resident, *below, page], below, [page])
-                )
         for group in unit.groups:
             shared = [group.parameter, *([group.gradient] if group.gradient else [])]
             several = shared if len(group.parts) > 1 else []
