@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -108,17 +109,20 @@ def test_two_doors_one_in_the_other() -> None:
 
 def test_a_second_interrupt_on_the_way_out_is_not_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     door, restore = Door(), signal.signal
+    struck = []
 
-    def strike(number: int, handler: object) -> object:
-        result = restore(number, handler)  # type: ignore[arg-type]
+    def strike(number: int, handler: Any) -> object:
+        result = restore(number, handler)
         if handler is signal.default_int_handler:
             monkeypatch.undo()
+            struck.append(True)
             interrupt()  # the very moment that the handler is back
         return result
 
     with pytest.raises(KeyboardInterrupt), door:
         interrupt()
-        monkeypatch.setattr(signal, "signal", strike)
+        monkeypatch.setattr("tiermem.door._set_handler", strike)
+    assert struck
     with door:
         pass  # nothing left over to raise here
     assert acquired_by_another(door)

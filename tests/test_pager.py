@@ -20,7 +20,7 @@ from tiermem.pager import Pager
 from tiermem.policies import Phase, eviction
 from tiermem.table import PageTable
 from tiermem.tier import Tier
-from tiermem.trace import NullTrace
+from tiermem.trace import NullTrace, Reason
 from tiermem.trainer import AdamW
 from tiermem.transfer import Transfers
 
@@ -52,7 +52,7 @@ class Cast:
         self.bytes_of(page).fill_(byte)
         self.pager.unpin([page], dirty=True)
         self.pager.flush()
-        self.moves.drop(page, 0)  # type: ignore[arg-type]
+        self.moves.drop(page, Reason.CLOSE)
         return page
 
     def bytes_of(self, page: Page) -> torch.Tensor:
@@ -196,6 +196,26 @@ def test_a_pin_on_the_device_holds_nothing_on_the_host(stack: contextlib.ExitSta
     cast.pager.fault([page], Phase.OPTIMIZER, 0)
     assert set(cast.bytes_of(page).tolist()) == {3}
     cast.check()
+
+
+def test_making_room_for_one_may_take_the_next_along(stack: contextlib.ExitStack, tmp_path: Path) -> None:
+    cast = Cast(stack, tmp_path, host=3, device=2)
+    first, second, large = cast.written(1, 1), cast.page(), cast.written(2, 3)
+    cast.pager.fault([second], Phase.OPTIMIZER, 0)
+    cast.bytes_of(second).fill_(2)
+    cast.pager.unpin([second], dirty=True)
+    cast.pager.fault([first, second], Phase.FORWARD, 0)
+    first.device_dirty = True
+    cast.pager.unpin([first, second])
+    cast.moves.drop(first, Reason.LRU)
+    # Both have to go. To store the first takes the second's host frame, and the second leaves the device with it.
+    cast.pager.fault([large], Phase.FORWARD, 0)
+    cast.check()
+    cast.pager.unpin([large])
+    for byte, page in enumerate((first, second, large), 1):
+        cast.pager.fault([page], Phase.OPTIMIZER, 0)
+        assert set(cast.bytes_of(page).tolist()) == {byte}
+        cast.pager.unpin([page])
 
 
 def test_a_page_that_somebody_looks_at_is_not_taken_from_the_device(

@@ -471,8 +471,8 @@ class Pager:
 
     def _evict(self, tier: Tier, page: Page) -> None:
         """Give a page's frame back: at once when the copy below is good, else once it has been written."""
-        if page.leaving:
-            return
+        if page.leaving or (page.host if tier is self.host else page.device) is None:
+            return  # on its way, or gone already: to store another one took it along
         moves = self.transfers
         self.counters.num_evictions += 1
         if tier is not self.host:
