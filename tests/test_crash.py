@@ -169,7 +169,6 @@ def test_ctrl_c_in_forward_costs_nothing(tmp_path: Path, quiet_collector: None) 
         assert torch.equal(mine, yours)
 
 
-@pytest.mark.xfail(strict=True, reason="interrupted after Adoption.take")
 def test_ctrl_c_while_wrapping_costs_no_parameter(tmp_path: Path, quiet_collector: None) -> None:
     values = network().state_dict()
     with Striker(-1) as whole:
@@ -198,7 +197,6 @@ def test_ctrl_c_while_wrapping_costs_no_parameter(tmp_path: Path, quiet_collecto
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.xfail(strict=True, reason="Runtime.close can't be repeated")
 def test_ctrl_c_while_closing_costs_no_parameter(tmp_path: Path, quiet_collector: None) -> None:
     x = torch.randn(4, WIDTH)
     struck = 0
@@ -335,9 +333,6 @@ model.close()
 """
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a view's death waits for the door, whose holder waits for this thread"
-)
 def test_a_view_may_die_in_a_thread_that_the_door_waits_for(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", DEADLOCK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120

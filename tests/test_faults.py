@@ -57,8 +57,6 @@ def open_things() -> tuple[set[str], set[str]]:
 def nothing_left(no_hang: None, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
     before = open_things()
     yield
-    if request.node.get_closest_marker("xfail"):
-        return
     fds, threads = open_things()
     assert {fd for fd in fds - before[0] if "tiermem" in fd or str(tmp_path) in fd or "anon" in fd} == set()
     assert {name for name in threads - before[1] if "tiermem" in name} == set()
@@ -267,9 +265,6 @@ def test_every_transfer_of_a_step(
     assert outcomes["optimizer"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a failure after Adoption.take, or of a cast model, costs the parameters"
-)
 def test_every_transfer_of_the_wrapping(case: dict[str, Any], faults: Faults, tmp_path: Path) -> None:
     values = {name: value.clone() for name, value in network().state_dict().items()}
     Run(tmp_path, **case).close()
@@ -318,7 +313,6 @@ def test_every_transfer_of_the_wrapping(case: dict[str, Any], faults: Faults, tm
     assert raised
 
 
-@pytest.mark.xfail(strict=True, reason="Runtime.close can't be repeated")
 def test_every_transfer_of_closing(case: dict[str, Any], faults: Faults, tmp_path: Path) -> None:
     clean = Run(tmp_path, **case)
     clean.step()
@@ -326,7 +320,7 @@ def test_every_transfer_of_closing(case: dict[str, Any], faults: Faults, tmp_pat
     faults.arm(-1, errno.EIO)
     expected = clean.close()
     count = faults.num_since
-    assert count >= 2
+    assert count >= 1  # of the pages that are given back; the rest is forgotten
     for k in range(count):
         run = Run(tmp_path, **case)
         run.step()
@@ -345,7 +339,6 @@ def test_every_transfer_of_closing(case: dict[str, Any], faults: Faults, tmp_pat
         assert same(run.net.state_dict(), expected), k
 
 
-@pytest.mark.xfail(strict=True, reason="Runtime.close can't be repeated")
 def test_a_writeback_that_failed_before_close_loses_nothing(faults: Faults, tmp_path: Path) -> None:
     clean = Run(tmp_path)
     clean.step()

@@ -32,6 +32,10 @@ class Adoption:
         self._disk = disk
         self._device = device
         self._door = door
+        self._own: list[
+            tuple[Group, list[torch.dtype]]
+        ] = []  # taken, and of which dtypes the parameters were
+        self._gradients = list(self._groups)  # still to be given back
 
     # -- into pages ---------------------------------------------------------------------------------------
 
@@ -40,19 +44,20 @@ class Adoption:
 
         A parameter of another dtype than its page is cast; of a trainable one, the master weights keep what that loses.
         """
-        taken: list[Group] = []
-        casts = {id(group): [field.parameter.dtype for field in group.fields] for group in self._groups}
-        try:
-            for group in self._groups:
-                with self._door, torch.no_grad():
-                    self._take(group)
-                    group.unbind()
-                    taken.append(group)
-        except BaseException:
+        for group in self._groups:
             with self._door, torch.no_grad():
-                for group in taken:
-                    self._give_back(group, casts[id(group)])
-            raise
+                dtypes = [field.parameter.dtype for field in group.fields]
+                self._take(group)
+                group.unbind()
+                self._own.append((group, dtypes))
+
+    def undo(self) -> None:
+        """Give the parameters back as they were, after a wrap that was broken off."""
+        with self._door, torch.no_grad():
+            while self._own:
+                group, dtypes = self._own[-1]
+                self._give_back(group, dtypes)
+                self._own.pop()
 
     def _take(self, group: Group) -> None:
         pager, host, page = self._pager, self._pager.host, group.parameter
@@ -99,9 +104,10 @@ class Adoption:
     def give_back(self) -> None:
         """Parameters, and gradients that are there, become ordinary tensors on the device; pages become blank.
 
-        Where they don't fit the memory that is available, they are left without values, with a warning.
+        Where they don't fit the memory that is available, they are left without values, with a warning. If an error
+        breaks it off, nothing is lost, and it can be called again.
         """
-        needed = sum(group.parameter.nbytes for group in self._groups)
+        needed = sum(group.parameter.nbytes for group, _ in self._own)
         available = available_nbytes()
         with self._door, torch.no_grad():
             for group in self._groups:
@@ -121,10 +127,13 @@ class Adoption:
                 for group in self._groups:
                     group.unbind()
                 return
-            for group in self._groups:
-                self._give_back_gradients(group)
-            for group in self._groups:
+            while self._gradients:
+                self._give_back_gradients(self._gradients[-1])
+                self._gradients.pop()
+            while self._own:
+                group, _ = self._own[-1]
                 self._give_back(group, [group.dtype] * len(group.fields))
+                self._own.pop()
 
     def _give_back(self, group: Group, dtypes: Sequence[torch.dtype]) -> None:
         page, host = group.parameter, self._pager.host
@@ -138,8 +147,29 @@ class Adoption:
                     field.parameter.data = view.to(self._device.torch_device, dtype, copy=True)
         finally:
             self._pager.unpin([page])
+        if any(dtype is not group.dtype for dtype in dtypes):
+            self._give_back_masters(group)
+        self._pager.collect()
         if not page.pins:
             self._pager.discard(page)
+
+    def _give_back_masters(self, group: Group) -> None:
+        """What the cast to the page's dtype lost, where master weights have kept it."""
+        host = self._pager.host
+        for part in group.parts:
+            master = part.master
+            if master is None or master.blank:
+                continue
+            self._pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
+            try:
+                assert master.host is not None
+                for field in group.fields:
+                    low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
+                    if low < high:
+                        place = host.view(master.host, torch.float32, low - part.start, (high - low,), (1,))
+                        flat(field)[low - field.offset : high - field.offset].copy_(place)
+            finally:
+                self._pager.unpin([master])
 
     def _give_back_gradients(self, group: Group) -> None:
         page = group.gradient
@@ -165,7 +195,8 @@ class Adoption:
 
 def flat(field: Field) -> torch.Tensor:
     """A parameter's own elements in the order in which its page has them (one dimension)."""
-    tensor = field.parameter.data
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = field.parameter.data
     if tuple(tensor.stride()) != field.stride:
         tensor = torch.empty_strided(field.size, field.stride, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((field.numel,), (1,))

@@ -51,14 +51,6 @@ class Door:
         finally:
             self._end()
 
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
-        """The door for callbacks that may not raise: a signal noted meanwhile strikes on the next way out."""
-        self._begin()
-        with self._lock:
-            yield
-        self._end(strike=False)
-
     def checkpoint(self) -> None:
         """Let a noted signal strike here, inside a :meth:`hold`, where everything can be undone."""
         if self._caught is not None and self._handler is not None and threading.get_ident() == self._main:
@@ -75,15 +67,12 @@ class Door:
                     _set_handler(_SIGINT, self._note)
             self._depth += 1
 
-    def _end(self, strike: bool = True) -> None:
+    def _end(self) -> None:
         if threading.get_ident() != self._main:
             return
         self._depth -= 1
         if self._depth == 0 and self._handler is not None:
             handler, self._handler = self._handler, None
-            if not strike:
-                _set_handler(_SIGINT, handler)
-                return
             try:
                 _set_handler(_SIGINT, handler)
             finally:

@@ -208,6 +208,7 @@ class Gradients:
         group.scale = None
         page = _page(group)
         with self._door:
+            self._pager.collect()
             if page.pins:
                 page.spent = False  # somebody looks at it: it stays until the next gradient overwrites it
             else:

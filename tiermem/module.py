@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -37,12 +38,16 @@ class TieredModule(nn.Module):
 
     def __init__(self, module: nn.Module, config: Source = None, *, device: Device | None = None) -> None:
         super().__init__()
-        runtime = Runtime(module, Config.load(config), device)
-        self.module = module
-        self._runtime = runtime
-        self._hidden = _hide_views(module, runtime)
-        # The folder on disk goes with the process even when nobody calls close().
-        self._finalizer = weakref.finalize(self, runtime.close, restore=False)
+        self._runtime = runtime = Runtime(module, Config.load(config), device)
+        try:
+            runtime.open()
+            self.module = module
+            self._hidden = _hide_views(module, runtime)
+            # The folder on disk goes with the process even when nobody calls close().
+            self._finalizer = weakref.finalize(self, _abandon, runtime)
+        except BaseException:
+            runtime.close()
+            raise
 
     # -- computing ----------------------------------------------------------------------------------------
 
@@ -154,11 +159,11 @@ class TieredModule(nn.Module):
 
         With ``restore=False`` their values are given up, which takes no time and no memory. Idempotent.
         """
-        self._finalizer.detach()
         for handle in self._hidden:
             handle.remove()
         self._hidden = []
         self._runtime.close(restore)
+        self._finalizer.detach()
 
     def __enter__(self) -> TieredModule:
         return self
@@ -167,6 +172,15 @@ class TieredModule(nn.Module):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _abandon(runtime: Runtime) -> None:
+    """Close the runtime of a model that nobody closed, from whichever thread it was collected in."""
+    if threading.current_thread().name.startswith("tiermem"):
+        # One of ours, which closing would wait for.
+        threading.Thread(target=runtime.close, args=(False,)).start()
+    else:
+        runtime.close(restore=False)
 
 
 def _hide_views(module: nn.Module, runtime: Runtime) -> list[Any]:

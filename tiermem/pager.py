@@ -8,6 +8,7 @@ its that can't be had costs time and nothing else.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter_ns as now
 
@@ -41,6 +42,7 @@ class Pager:
         self.prefetch = prefetch
         self._chosen = reason
         self._room_ns = 0  # waited for frames in the fault in progress
+        self._handed_back: deque[Page] = deque()  # pins let go of without the lock
         self._held: set[int] = set()  # pages of the fault in progress: not to be evicted for each other
         self._homes = {
             tier: _homes(table, tier, tier is (self.device or self.host)) for tier in self._tiers()
@@ -71,6 +73,7 @@ class Pager:
             BudgetError: what is pinned already leaves no room.
             PagingError: a page is needed on one tier, and a tensor that somebody holds pins it on the other.
         """
+        self.collect()
         moves = self.transfers
         moves.phase = phase
         moves.poll()
@@ -126,6 +129,15 @@ class Pager:
             self.device.eviction.follow(cursor)
         if self.prefetch is not None:
             self.prefetch.follow(cursor)
+
+    def hand_back(self, page: Page) -> None:
+        """Let go of one pin from wherever; takes no lock and counts when the pager next looks at pins."""
+        self._handed_back.append(page)
+
+    def collect(self) -> None:
+        """Count the pins that were handed back."""
+        while self._handed_back:
+            self._handed_back.popleft().pins -= 1
 
     def unpin(self, pages: Iterable[Page], *, dirty: bool = False) -> None:
         """Let go of pins that :meth:`fault` set; ``dirty`` says that the host's copy was written."""
@@ -184,6 +196,7 @@ class Pager:
 
     def discard(self, page: Page) -> None:
         """The content is no longer needed: the page is blank again and holds no frame. It must not be pinned."""
+        self.collect()
         assert not page.pins, f"discarding a pinned page: {page!r}"
         if page.state.journey:
             page.leaving = False
@@ -412,6 +425,7 @@ class Pager:
         start = now()
         waited = relocated = False
         while frame is None:
+            self.collect()
             window = tier.slab.window(page.nbytes, self._victims(tier))
             if window is not None:
                 for victim in window:

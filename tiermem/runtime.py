@@ -45,10 +45,7 @@ PLACEMENT = {
 
 
 class Runtime:
-    """Everything that one wrapped model owns, opened in order and closed in reverse.
-
-    Raises ConfigError and BudgetError before anything has been changed.
-    """
+    """Everything that one wrapped model owns, opened in order and closed in reverse."""
 
     def __init__(self, net: nn.Module, config: Config, device: Device | None = None) -> None:
         self.config = config
@@ -56,16 +53,26 @@ class Runtime:
         self.closed = False
         self.queue: Queue | None = None
         self.notes: list[str] = []  # what is not as good as it could be, in words
+        self._given_device = device
         self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack:
-            self.device = device or open_device(config.device.kind)
-            stack.callback(self.device.close)
-            self._build(net, stack)
-            self._stack = stack.pop_all()
-        for note in self.notes:
-            log.warning(note)
+        self._opened = 0  # the process that opened it
 
     # -- opening ------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the module over. Whatever breaks this off, the module is as it was afterwards.
+
+        Raises ConfigError and BudgetError before anything has been changed.
+        """
+        with contextlib.ExitStack() as stack:
+            self.device = self._given_device or open_device(self.config.device.kind)
+            stack.callback(self.device.close)
+            self._build(self.net, stack)
+            with self.door.hold():
+                self._stack = stack.pop_all()
+                self._opened = os.getpid()
+        for note in self.notes:
+            log.warning(note)
 
     def _build(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
         config, unified = self.config, self.device.unified
@@ -93,22 +100,29 @@ class Runtime:
         if disk is None:
             for page in self.table:
                 page.sinks = False
+        self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door)
         self.adoption = Adoption(self.units, self.pager, disk, self.device, self.door)
+        stack.push(self._undo)
         self.adoption.take()
         for module in net.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
                     module._buffers[name] = buffer.to(device=self.device.torch_device, dtype=cast)
-        self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door)
+        given = []
         for unit in self.units:
             for group in unit.groups:
                 for index, field in enumerate(group.fields):
-                    gradient, field.parameter.grad = field.parameter.grad, None
+                    gradient = field.parameter.grad
                     if gradient is not None and group.trainable:
                         with torch.no_grad():
                             self.hooks.gradients.land(group, index, gradient.to(group.dtype))
-        self.hooks.attach()
+                            given.append((field.parameter, gradient))
+        with self.door.hold():
+            self.hooks.attach()
+            for parameter, _ in given:
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None
         trim_memory()
 
     def _cut(self, net: nn.Module, dtype: torch.dtype | None) -> tuple[int, int | None]:
@@ -218,24 +232,34 @@ class Runtime:
 
     # -- closing ------------------------------------------------------------------------------------------
 
+    def _undo(self, kind: object, error: object, trace: object) -> None:
+        """When opening is broken off after the parameters were taken: give them back."""
+        if kind is not None:
+            self.hooks.detach()
+            self.pager.transfers.drain()
+            self.adoption.undo()
+
     def close(self, restore: bool = True) -> None:
-        """Give the parameters back (with ``restore``), then everything else; idempotent."""
-        if self.closed:
+        """Give the parameters back (with ``restore``), then everything else; idempotent.
+
+        If an error breaks it off, nothing has been given up, and it can be called again. In a forked child it does
+        nothing: what there is to close is the parent's.
+        """
+        if self.closed or self._opened != os.getpid():
             return
-        self.closed = True
         self.hooks.detach()
-        try:
-            with self.door:
-                self.pager.transfers.drain()
-                if self.config.disk.keep:
-                    self.pager.flush()
-                if restore:
-                    self.adoption.give_back()
-                else:
-                    for unit in self.units:
-                        for group in unit.groups:
-                            group.unbind()
-        finally:
+        with self.door:
+            self.pager.transfers.drain()
+            if self.config.disk.keep:
+                self.pager.flush()
+            if restore:
+                self.adoption.give_back()
+            else:
+                for unit in self.units:
+                    for group in unit.groups:
+                        group.unbind()
+        with self.door.hold():
+            self.closed = True
             self._stack.close()
 
     # -- telling ------------------------------------------------------------------------------------------
@@ -293,6 +317,7 @@ class Runtime:
     def check(self) -> None:
         """Assert the invariants of all pages and frames (for tests)."""
         with self.door:
+            self.pager.collect()
             self.table.check(self.pager.host.slab, self.pager.device.slab if self.pager.device else None)
 
 

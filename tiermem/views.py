@@ -225,10 +225,10 @@ class Views:
         identity = id(tensor)
 
         def died(_: Any) -> None:
-            with self.door.quietly():
-                self._lent.pop(identity, None)
-                forget_view(identity)
-                page.pins -= 1
+            # Anywhere: in a thread that whoever holds the door waits for, too. So this must not lock.
+            self._lent.pop(identity, None)
+            forget_view(identity)
+            self.pager.hand_back(page)
 
         self._lent[identity] = weakref.ref(tensor, died)
 

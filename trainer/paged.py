@@ -4,8 +4,10 @@ While the kernel works on one part, the parts ahead are read and those behind ar
 is not read when all of it will be written (its master weights hold what is needed), and a gradient page is *spent* once
 it has been used: if its frame is wanted it is dropped, and not written.
 
-An update that an error breaks off leaves every page whole and readable: parts before the error are updated, those
-after it are not.
+An update that an error breaks off leaves every page whole and readable: the state of parts before the error is
+updated, that of later ones is not. A parameter page that was to be overwritten then keeps what it was until the next
+update writes it from the masters. A step that raised is between two steps: go on from a saved state, not by calling it
+again, which would update the first parts twice.
 """
 
 from __future__ import annotations
@@ -240,6 +242,7 @@ class PagedUpdate:
         Empty before its first update. Shapes and strides are the parameter's, dtypes float32.
         """
         self._settle_steps()
+        self.hooks.release_resident()
         step = self.steps[id(parameter)]
         if step == 0:
             return {}
@@ -258,6 +261,7 @@ class PagedUpdate:
     def write(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Take over the state of one parameter from what :meth:`read` or an unpaged optimizer gave."""
         self._settle_steps()
+        self.hooks.release_resident()
         group, index = self.hooks.home[id(parameter)]
         field = group.fields[index]
         self.steps[id(parameter)] = int(state.get("step", 0))
