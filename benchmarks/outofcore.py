@@ -1,7 +1,7 @@
 """Out of core: a GPT-2 124M training step under a host budget far below its state, beside the step that isn't paged.
 
     python benchmarks/outofcore.py [--budget 512MiB ...] [--steps 6] [--quick] [--json FILE]
-                                   [--deepspeed-python PATH --deepspeed-script PATH]
+                                   [--dtype float32] [--deepspeed-python PATH]
 
 Batch 2 x 256 tokens, bfloat16 parameters and gradients, float32 master weights and moments: 16 bytes of state a
 parameter. For each budget: seconds a step (median, the first two left out), bytes read and written a step, and the
@@ -115,16 +115,16 @@ def bandwidth(folder: str) -> tuple[float, float]:
     return speed.read, speed.write
 
 
-def deepspeed(python: str, script: str, folder: str, steps: int) -> dict[str, Any]:
-    """DeepSpeed ZeRO-3 with NVMe offload on the same work (the peer's script prints one JSON line)."""
+def deepspeed(python: str, dtype: str, folder: str, steps: int) -> dict[str, Any]:
+    """DeepSpeed ZeRO-3 with NVMe offload on the same work, with the interpreter that has it."""
+    script = Path(__file__).parent / "peers" / "deepspeed_step.py"
     with tempfile.TemporaryDirectory(dir=folder) as nvme:
-        environment = os.environ | {"DS_ACCELERATOR": "cpu", "NVME_PATH": nvme}
-        command = [python, script, "nvme", "12", "768", str(steps)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-        line = json.loads(done.stdout.strip().splitlines()[-1])
-        return {"seconds": line["steps"], "peak": int(line["hwm_mb"] * 2**20), "loss": line["loss"]}
+        command = [python, str(script), "--steps", str(steps), "--dtype", dtype, "--path", nvme]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
 
 
 def main() -> None:
@@ -137,7 +137,6 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--trace", default="", help="write the trace of a paged run to this file")
     parser.add_argument("--deepspeed-python", default="", help="an interpreter that has deepspeed")
-    parser.add_argument("--deepspeed-script", default="", help="the peer's step")
     parser.add_argument(
         "--dtype", default="bfloat16", help="of parameters; float32 where the CPU can't multiply bfloat16"
     )
@@ -173,7 +172,7 @@ def main() -> None:
                 runs.setdefault(budget, []).append(json.loads(done.stdout.strip().splitlines()[-1]))
             if options.deepspeed_python and not options.quick:
                 runs.setdefault("DeepSpeed NVMe", []).append(
-                    deepspeed(options.deepspeed_python, options.deepspeed_script, folder, options.steps)
+                    deepspeed(options.deepspeed_python, options.dtype, folder, options.steps)
                 )
         report(runs, rates, options)
 
@@ -214,7 +213,7 @@ def report(runs: dict[str, list[dict[str, Any]]], rates: list[tuple[float, float
             f"{name:>15} {seconds:7.3f} {seconds / plain:8.2f} {moved[0] / 2**20:6.0f}Mi {moved[1] / 2**20:6.0f}Mi "
             f"{floor:6.2f} {seconds / floor:6.2f} {run['peak'] / 2**20:6.0f}Mi {run.get('growth', 0) / 2**20:6.0f}Mi"
         )
-        if "losses" in run and run["losses"] != runs["unpaged"][0]["losses"]:
+        if "budget" in run and run["losses"] != runs["unpaged"][0]["losses"]:
             print(f"{'':>15} DIFFERENT LOSSES from the unpaged run")
     if options.json:
         Path(options.json).write_text(json.dumps({"read": read, "write": write, "rows": rows}, indent=1))

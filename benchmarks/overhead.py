@@ -1,8 +1,8 @@
 """Overhead where everything fits: a training step of a wrapped model against the plain loop, same optimizer.
 
-    python benchmarks/overhead.py [--steps 12] [--rounds 5] [--quick] [--json FILE]
+    python benchmarks/overhead.py [--rounds 25] [--quick] [--json FILE]
 
-The models live in this one process and take turns, ``--steps`` steps each a round; the ratio is that of the medians
+The models live in this one process and take turns step by step, in changing order; the ratio is that of the medians
 over all rounds. float32 GPTs of several sizes, with clipping; and a deep, thin one that costs hooks more than matrices.
 The paged runs have a host budget above their state, so that nothing moves; the second of them writes a trace.
 """
@@ -26,6 +26,7 @@ import tiermem
 from tiermem.trainer import AdamW
 from tiermem.trainer.gpt import GPT, GPTShape
 
+WARM = 4
 SHAPES = {
     "30M, 2 x 256": (GPTShape(sequence=256, layers=4, width=768, heads=12), 2),
     "11M, 4 x 128": (GPTShape(sequence=128, layers=6, width=384, heads=6), 4),
@@ -57,7 +58,7 @@ class Loop:
         return loss.item()
 
 
-def measure(shape: GPTShape, batch: int, steps: int, rounds: int) -> dict[str, float]:
+def measure(shape: GPTShape, batch: int, rounds: int) -> dict[str, float]:
     """Median seconds a step: plain, paged, and paged with a trace."""
     torch.manual_seed(0)
     net = GPT(shape)
@@ -70,13 +71,13 @@ def measure(shape: GPTShape, batch: int, steps: int, rounds: int) -> dict[str, f
             "traced": Loop(tiermem.TieredModule(net, traced)),
         }
         generator = torch.Generator().manual_seed(1)
-        for number in range(rounds + 1):
-            batches = [
-                torch.randint(0, 256, (batch, shape.sequence), generator=generator) for _ in range(steps)
-            ]
-            losses = {name: [loop.step(x) for x in batches] for name, loop in loops.items()}
-            assert losses["plain"] == losses["paged"] == losses["traced"], "the runs differ"
-            if number == 0:  # the first round records schedules and touches memory
+        names = list(loops)
+        for number in range(rounds + WARM):
+            x = torch.randint(0, 256, (batch, shape.sequence), generator=generator)
+            names.append(names.pop(0))
+            losses = {loops[name].step(x) for name in names}
+            assert len(losses) == 1, "the runs differ"
+            if number + 1 == WARM:  # what records schedules and touches memory isn't counted
                 for loop in loops.values():
                     loop.seconds.clear()
         result = {name: statistics.median(loop.seconds) for name, loop in loops.items()}
@@ -87,8 +88,7 @@ def measure(shape: GPTShape, batch: int, steps: int, rounds: int) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--quick", action="store_true", help="the smallest model, one round: does it run?")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -100,7 +100,7 @@ def main() -> None:
     print(f"{'model':>16} {'plain s':>9} {'paged s':>9} {'ratio':>6} {'traced s':>9} {'ratio':>6}")
     rows = {}
     for name, (shape, batch) in shapes.items():
-        row = rows[name] = measure(shape, batch, options.steps, rounds)
+        row = rows[name] = measure(shape, batch, rounds)
         print(
             f"{name:>16} {row['plain']:9.4f} {row['paged']:9.4f} {row['paged'] / row['plain']:6.3f} "
             f"{row['traced']:9.4f} {row['traced'] / row['plain']:6.3f}"

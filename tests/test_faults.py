@@ -158,7 +158,7 @@ class Run:
             self.runtime.pager.transfers.drain()
         gc.collect()
         assert [page for page in self.runtime.table if page.pins] == []
-        assert not self.runtime.pager._held
+        assert not self.runtime.pager.room.held
         self.runtime.check()
 
     def paths(self) -> list[str]:

@@ -379,7 +379,7 @@ class PagerMachine(RuleBasedStateMachine):
             self.verify(pin.pages, pin.on_device)
             for page in pin.overwrite:
                 assert page.state is State.HOST
-        assert not self.pager._held
+        assert not self.pager.room.held
 
     def teardown(self) -> None:
         if not hasattr(self, "pager"):

@@ -149,7 +149,7 @@ class Adoption:
             self._pager.unpin([page])
         if any(dtype is not group.dtype for dtype in dtypes):
             self._give_back_masters(group)
-        self._pager.collect()
+        self._pager.room.collect()
         if not page.pins:
             self._pager.discard(page)
 

@@ -195,10 +195,8 @@ class Gradients:
                     for index, field in enumerate(group.fields)
                     if group.landed[index] and (only is None or id(field.parameter) in only)
                 ]
-                if wanted and len(wanted) == sum(group.landed) and not _page(group).pins:
-                    self._forget(group)  # a page without content is zeros
-                    group.normed[:] = bytes(len(group.normed))
-                    continue
+                if wanted and len(wanted) == sum(group.landed):
+                    self._forget(group)  # not to be brought back for this
                 for index in wanted:
                     with self.resident(group, index) as place:
                         place.zero_()
@@ -208,7 +206,7 @@ class Gradients:
         group.scale = None
         page = _page(group)
         with self._door:
-            self._pager.collect()
+            self._pager.room.collect()
             if page.pins:
                 page.spent = False  # somebody looks at it: it stays until the next gradient overwrites it
             else:

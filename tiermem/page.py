@@ -99,7 +99,8 @@ class Page:
 
     ``nbytes`` is padded to :data:`ALIGNMENT`. ``dirty`` says that the copy on the host is newer than the one
     on disk; ``stored`` that the disk has a copy at all. A ``blank`` page has no content yet (a moment before
-    the first step, a gradient before backward): it is made of zeros when it is first needed, and never read.
+    the first step, a gradient before backward): it is made of zeros when it is first needed, and never read. Of a
+    gradient only the ``gaps`` between tensors are, since what lands overwrites the rest.
     """
 
     __slots__ = (
@@ -110,6 +111,7 @@ class Page:
         "dtype",
         "error",
         "extent",
+        "gaps",
         "hollow",
         "host",
         "kind",
@@ -141,6 +143,8 @@ class Page:
         self.host: Frame | None = None
         self.device: Frame | None = None
         self.extent: tuple[int, int] | None = None  # which page file, byte offset in it
+        # What of a new frame must be made zeros, in bytes; None: all of it. A gradient overwrites the rest anyway.
+        self.gaps: tuple[tuple[int, int], ...] | None = None
         self.dirty = False
         self.device_dirty = False
         self.blank = True

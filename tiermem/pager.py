@@ -1,4 +1,4 @@
-"""The pager: brings pages where they are needed, and decides who makes room.
+"""The pager: brings pages where they are needed.
 
 Callers stand inside the door (one lock). They *fault* pages in, which pins them where they are needed and waits for
 what isn't there yet; they *unpin* them; and they *pump*, which begins what the policies want to see moved ahead of
@@ -8,13 +8,13 @@ its that can't be had costs time and nothing else.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter_ns as now
 
 from tiermem.errors import BudgetError, PagingError
 from tiermem.page import Frame, Kind, Page, State
 from tiermem.policies import Cursor, Phase, Prefetch
+from tiermem.room import Room
 from tiermem.table import PageTable
 from tiermem.tier import Tier
 from tiermem.trace import Event, Reason
@@ -40,16 +40,7 @@ class Pager:
         self.device = transfers.device
         self.counters = transfers.counters
         self.prefetch = prefetch
-        self._chosen = reason
-        self._room_ns = 0  # waited for frames in the fault in progress
-        self._handed_back: deque[Page] = deque()  # pins let go of without the lock
-        self._held: set[int] = set()  # pages of the fault in progress: not to be evicted for each other
-        self._homes = {
-            tier: _homes(table, tier, tier is (self.device or self.host)) for tier in self._tiers()
-        }
-
-    def _tiers(self) -> list[Tier]:
-        return [self.host] if self.device is None else [self.host, self.device]
+        self.room = Room(table, transfers, reason)
 
     # -- what callers ask ---------------------------------------------------------------------------------
 
@@ -73,7 +64,7 @@ class Pager:
             BudgetError: what is pinned already leaves no room.
             PagingError: a page is needed on one tier, and a tensor that somebody holds pins it on the other.
         """
-        self.collect()
+        self.room.collect()
         moves = self.transfers
         moves.phase = phase
         moves.poll()
@@ -94,8 +85,8 @@ class Pager:
                 moves.record(Event.FAULT, page, PLACE[page.state], at, reason, unit=unit)
                 missing.append(page)
         if missing or overwrite:
-            self._held.update(page.number for page in pages)
-            self._held.update(page.number for page in overwrite)
+            self.room.held.update(page.number for page in pages)
+            self.room.held.update(page.number for page in overwrite)
             try:
                 try:
                     self._bring(missing, device, unit)
@@ -105,7 +96,7 @@ class Pager:
                     # Enough bytes, perhaps, but not side by side: begin again with nothing in the way.
                     for frame in list(device.slab):
                         if not frame.page.pins:
-                            self._evict(device, frame.page)
+                            self.room.evict(device, frame.page)
                     self._bring([page for page in pages if not self._arrived(page, device)], device, unit)
                 for page in overwrite:
                     self._take_empty(page)
@@ -116,7 +107,7 @@ class Pager:
                         moves.drop(page, Reason.DISCARD)
                 raise
             finally:
-                self._held.clear()
+                self.room.held.clear()
         for page in pages:
             page.pins += 1
         for page in overwrite:
@@ -129,15 +120,6 @@ class Pager:
             self.device.eviction.follow(cursor)
         if self.prefetch is not None:
             self.prefetch.follow(cursor)
-
-    def hand_back(self, page: Page) -> None:
-        """Let go of one pin from wherever; takes no lock and counts when the pager next looks at pins."""
-        self._handed_back.append(page)
-
-    def collect(self) -> None:
-        """Count the pins that were handed back."""
-        while self._handed_back:
-            self._handed_back.popleft().pins -= 1
 
     def unpin(self, pages: Iterable[Page], *, dirty: bool = False) -> None:
         """Let go of pins that :meth:`fault` set; ``dirty`` says that the host's copy was written."""
@@ -176,14 +158,14 @@ class Pager:
                     continue
                 if self.prefetch.phase(position) is Phase.OPTIMIZER:
                     continue
-                frame = self._room_ahead(self.device, page, position, claimed)
+                frame = self.room.ahead(self.device, page, position, claimed)
                 if frame is not None:
                     moves.load(page, frame, Reason.LOOKAHEAD)
                     self._count_prefetch(page)
             elif state is State.DISK:
                 if page.error is not None:
                     continue
-                frame = self._room_ahead(self.host, page, position, claimed, only_evict=blocked)
+                frame = self.room.ahead(self.host, page, position, claimed, only_evict=blocked)
                 if frame is None:
                     blocked = True
                 elif page.blank:
@@ -196,7 +178,7 @@ class Pager:
 
     def discard(self, page: Page) -> None:
         """The content is no longer needed: the page is blank again and holds no frame. It must not be pinned."""
-        self.collect()
+        self.room.collect()
         assert not page.pins, f"discarding a pinned page: {page!r}"
         if page.state.journey:
             page.leaving = False
@@ -220,28 +202,13 @@ class Pager:
         self.transfers.drain()
         for page in self.table:
             if page.device_dirty:
-                self.store(page)
+                self.room.store(page)
             if page.dirty and not page.blank and page.sinks and not page.pins:
                 if page.state is State.DEVICE:
                     self.transfers.drop_device(page, Reason.CLOSE)
                 self.transfers.write(page, Reason.CLOSE)
         self.transfers.drain()
         self.transfers.raise_error()
-
-    def store(self, page: Page) -> None:
-        """Bring a page that was written on the device down to the host, and wait; it must not be pinned."""
-        moves = self.transfers
-        held = page.number in self._held
-        self._held.add(page.number)
-        try:
-            if page.host is None:
-                page.host = self._make_room(self.host, page, Reason.WRITEBACK)
-            moves.store(page)
-            moves.wait(page)
-        finally:
-            if not held:
-                self._held.discard(page.number)
-        moves.raise_error(page)
 
     # -- bringing pages in --------------------------------------------------------------------------------
 
@@ -254,7 +221,7 @@ class Pager:
         """Submit everything that is missing, then wait for all of it: the transfers overlap."""
         moves = self.transfers
         start = now()
-        self._room_ns = 0
+        self.room.waited_ns = 0
         last: Page | None = None
         link = (At.DISK, At.HOST)
         cause = Reason.PREFETCHED_LATE if any(page.prefetched for page in pages) else Reason.NOT_PREFETCHED
@@ -266,7 +233,7 @@ class Pager:
                 cause, last = Reason.DISK_BUSY, page
             if page.state is State.DISK:
                 moves.raise_error(page)
-                frame = self._make_room(self.host, page, Reason.DEMAND)
+                frame = self.room.make(self.host, page, Reason.DEMAND)
                 if page.blank:
                     self._take_blank(page, frame)
                 else:
@@ -285,7 +252,7 @@ class Pager:
             ]
             for page in climbing:
                 if page.state is State.HOST:
-                    moves.load(page, self._make_room(device, page, Reason.DEMAND), Reason.DEMAND)
+                    moves.load(page, self.room.make(device, page, Reason.DEMAND), Reason.DEMAND)
             for page in climbing:
                 if page.state is State.LOADING:
                     link = (At.HOST, At.DEVICE) if last is None else link
@@ -296,16 +263,16 @@ class Pager:
             self._use(page)
         if last is not None:
             # What was waited for a frame has been told of already.
-            self._stall(last, unit, start + self._room_ns, cause, link)
+            moves.stall(last, unit, start + self.room.waited_ns, cause, link)
 
     def _descend(self, page: Page) -> None:
         """From the device to the host, because the host will change it: the device's copy would be stale."""
         if page.device_dirty:
-            self.store(page)
+            self.room.store(page)
             return
         self.transfers.drop_device(page, Reason.DISCARD)
         if page.state is State.DISK:
-            frame = self._make_room(self.host, page, Reason.DEMAND)
+            frame = self.room.make(self.host, page, Reason.DEMAND)
             if page.blank:
                 self._take_blank(page, frame)
                 return
@@ -315,7 +282,12 @@ class Pager:
 
     def _take_blank(self, page: Page, frame: Frame) -> None:
         """A page without content gets a frame of zeros; nothing is read."""
-        self.host.bytes_of(frame).zero_()
+        whole = self.host.bytes_of(frame)
+        if page.gaps is None:
+            whole.zero_()
+        else:
+            for start, stop in page.gaps:
+                whole[start:stop].zero_()
         self.transfers.settle(page, frame)
 
     def _take_empty(self, page: Page) -> None:
@@ -328,11 +300,11 @@ class Pager:
             if page.pins:
                 raise _held_elsewhere(page)
             if page.device_dirty:
-                self.store(page)  # if it isn't overwritten after all, this is its content
+                self.room.store(page)  # if it isn't overwritten after all, this is its content
             else:
                 self.transfers.drop_device(page, Reason.DISCARD)
         if page.state is State.DISK:
-            self.transfers.settle(page, self._make_room(self.host, page, Reason.DEMAND))
+            self.transfers.settle(page, self.room.make(self.host, page, Reason.DEMAND))
             page.hollow = True
         self._use(page)
 
@@ -348,219 +320,6 @@ class Pager:
         page.prefetched = True
         self.counters.num_prefetches += 1
         self.transfers.record(Event.PREFETCH, page, *ARROW[page.state], Reason.LOOKAHEAD)
-
-    def _stall(self, page: Page, unit: int, start: int, cause: Reason, link: tuple[At, At]) -> None:
-        duration = now() - start
-        self.counters.stall_ns[cause.name.lower()] += duration
-        if cause is Reason.PREFETCHED_LATE:
-            self.counters.num_prefetches_late += 1
-        self.transfers.record(Event.STALL, page, *link, cause, start, duration, unit)
-
-    # -- making room --------------------------------------------------------------------------------------
-
-    def _victims(
-        self, tier: Tier, after: int | None = None, but: set[Frame] | None = None
-    ) -> Iterator[Frame]:
-        """Frames that may be released, best first; ``after``: only of pages not needed up to that position."""
-        on_host = tier is self.host
-        if on_host:
-            for frame in self.transfers.leaving():
-                if but is None or frame not in but:
-                    yield frame
-        for number in tier.eviction.order():
-            page = self.table[number]
-            if page.state.journey or self._stays(tier, page):
-                continue
-            if on_host and page.dirty and not page.spent and not page.sinks:
-                continue
-            victim = page.host if on_host else page.device
-            if victim is None or (but is not None and victim in but):
-                continue
-            if after is not None and not page.spent and tier.eviction.next_use(number) <= after:
-                continue
-            yield victim
-
-    def _stays(self, tier: Tier, page: Page) -> bool:
-        """Is its frame in ``tier`` one that somebody uses? What is pinned on the device needs no frame on the host."""
-        if tier is self.host and page.state is State.DEVICE:
-            return False
-        return bool(page.pins) or page.number in self._held
-
-    def _go_home(self, tier: Tier, page: Page, why: Reason) -> Frame | None:
-        """The frame at the end of the slab that is a resident page's own; None when it has none, or can't have it.
-
-        Resident pages are pinned for long. In the middle of the slab they would leave no room side by side for a large
-        page, where the budget is small.
-        """
-        offset = self._homes[tier].get(page.number)
-        if offset is None:
-            return None
-        moves = self.transfers
-        for frame in tier.slab.between(offset, offset + page.nbytes):
-            other = frame.page
-            if other.state.journey:
-                other.leaving = False
-                moves.wait(other)
-            if getattr(other, tier.name) is not frame:
-                continue
-            if self._stays(tier, other) or (
-                tier is self.host and other.dirty and not other.spent and not other.sinks
-            ):
-                return None
-            self._evict(tier, other)
-            if other.leaving:
-                moves.wait(other)
-            moves.raise_error()
-        return moves.reserve(tier, page, why, offset)
-
-    def _make_room(self, tier: Tier, page: Page, why: Reason) -> Frame:
-        """A frame for ``page``, whatever it takes: eviction, waiting for transfers, relocation.
-
-        Raises BudgetError when what is pinned leaves no room at all.
-        """
-        moves = self.transfers
-        frame = self._go_home(tier, page, why) or moves.reserve(tier, page, why)
-        if frame is not None:
-            return frame
-        start = now()
-        waited = relocated = False
-        while frame is None:
-            self.collect()
-            window = tier.slab.window(page.nbytes, self._victims(tier))
-            if window is not None:
-                for victim in window:
-                    self._evict(tier, victim.page)
-                for victim in window:
-                    if victim.page.leaving:
-                        moves.wait(victim.page)
-                        waited = True
-                moves.raise_error()
-            elif moves:
-                # Prefetches that have not landed can't be given up: their frames are being written to.
-                moves.wait(moves.oldest)
-                waited = True
-            elif not relocated and tier is self.host:
-                # The last resort: everything that may leave leaves, and what stays moves together.
-                for victim in list(self._victims(tier)):
-                    self._evict(tier, victim.page)
-                moves.drain()
-                moves.raise_error()
-                self._relocate()
-                relocated = True
-            else:
-                raise self._no_room(tier, page)
-            frame = moves.reserve(tier, page, why)
-        if waited:
-            self._stall(page, page.unit, start, Reason.NO_FRAME, (At.HOST, At.DISK))
-            self._room_ns += now() - start
-        return frame
-
-    def _room_ahead(
-        self, tier: Tier, page: Page, position: int, claimed: set[Frame], only_evict: bool = False
-    ) -> Frame | None:
-        """A frame for a prefetch, or None when it would need waiting, or the frame of a page needed sooner.
-
-        Evictions that it takes are begun, and their frames noted in ``claimed``, so that the next one looks
-        elsewhere.
-        """
-        home = self._homes[tier].get(page.number)
-        if (
-            not only_evict
-            and (frame := self.transfers.reserve(tier, page, Reason.LOOKAHEAD, home)) is not None
-        ):
-            return frame
-        if home is not None:
-            return None
-        window = tier.slab.window(page.nbytes, self._victims(tier, position, claimed))
-        if window is None:
-            return None
-        if tier is not self.host and any(victim.page.device_dirty for victim in window):
-            return None  # would have to wait for it to be stored
-        claimed.update(window)
-        for victim in window:
-            self._evict(tier, victim.page)
-        if only_evict or any(victim.page.leaving for victim in window):
-            return None
-        return self.transfers.reserve(tier, page, Reason.LOOKAHEAD)
-
-    def _evict(self, tier: Tier, page: Page) -> None:
-        """Give a page's frame back: at once when the copy below is good, else once it has been written."""
-        if page.leaving or (page.host if tier is self.host else page.device) is None:
-            return  # on its way, or gone already: to store another one took it along
-        moves = self.transfers
-        self.counters.num_evictions += 1
-        if tier is not self.host:
-            if page.device_dirty:
-                self.store(page)
-            else:
-                moves.drop_device(page, self._chosen)
-        elif page.device_dirty:
-            page.dirty = False  # stale: what counts is on the device
-            moves.drop(page, self._chosen)
-        elif page.spent or page.blank or not page.dirty:
-            moves.drop(page, Reason.DISCARD if page.spent else self._chosen)
-        elif page.state is State.DEVICE and (page.pins or page.number in self._held):
-            page.dirty = False
-            page.device_dirty = True  # what is below is stale: from here on the device has the only good copy
-            moves.drop(page, self._chosen)
-        else:
-            if page.state is State.DEVICE:
-                moves.drop_device(page, self._chosen)
-            moves.record(Event.EVICT, page, At.HOST, At.DISK, self._chosen)
-            moves.write(page, self._chosen, leaving=True)
-
-    def _relocate(self) -> None:
-        """Slide every frame that nobody looks at down, so that the holes of the host's slab become one.
-
-        For when enough bytes are free but not side by side; copies at memory speed.
-        """
-        self.counters.num_relocations += 1
-        memory = self.host.memory
-        for frame in list(self.host.slab):
-            page = frame.page
-            if page.pins or page.state.journey:
-                continue
-            old = self.host.slab.slide(frame)
-            if old is None:
-                continue
-            if page.state is not State.DEVICE:
-                for user in page.users:
-                    user.unbind()
-            # The two may overlap; a step no longer than the distance moved never overwrites what is still to move.
-            distance = old - frame.offset
-            for done in range(0, frame.nbytes, distance):
-                size = min(distance, frame.nbytes - done)
-                memory[frame.offset + done :][:size].copy_(memory[old + done :][:size])
-
-    def _no_room(self, tier: Tier, page: Page) -> BudgetError:
-        pinned = [frame for frame in tier.slab if self._stays(tier, frame.page)]
-        stuck = [
-            frame for frame in tier.slab if not frame.page.sinks and frame.page.dirty and frame not in pinned
-        ]
-        pinned_nbytes = sum(frame.nbytes for frame in pinned)
-        stuck_nbytes = sum(frame.nbytes for frame in stuck)
-        return BudgetError(
-            page.nbytes,
-            tier.slab.nbytes - pinned_nbytes - stuck_nbytes,
-            tier.name,
-            None,
-            f"the {page.kind.name.lower()} page of unit {page.unit}",
-            f"of {tier.slab.nbytes} bytes, {pinned_nbytes} are pinned by {len(pinned)} pages in use or seen by tensors "
-            f"that you hold, {stuck_nbytes} may not leave by [placement]; let go of such tensors, or raise the budget",
-        )
-
-
-def _homes(table: PageTable, tier: Tier, computes: bool) -> dict[int, int]:
-    """Page number -> offset of its own place at the end of the slab, for the pages of the resident unit."""
-    kinds = [Kind.PARAMETER] if computes else []
-    kinds += [Kind.GRADIENT] if tier.name == "host" else []
-    homes: dict[int, int] = {}
-    end = tier.slab.nbytes
-    for page in table:
-        if page.unit == 0 and page.kind in kinds and page.nbytes <= end:
-            end -= page.nbytes
-            homes[page.number] = end
-    return homes
 
 
 def _held_elsewhere(page: Page) -> PagingError:

@@ -317,7 +317,7 @@ class Runtime:
     def check(self) -> None:
         """Assert the invariants of all pages and frames (for tests)."""
         with self.door:
-            self.pager.collect()
+            self.pager.room.collect()
             self.table.check(self.pager.host.slab, self.pager.device.slab if self.pager.device else None)
 
 

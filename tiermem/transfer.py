@@ -320,6 +320,14 @@ class Transfers:
     def _at(self, tier: Tier) -> At:
         return At.HOST if tier is self.host else At.DEVICE
 
+    def stall(self, page: Page, unit: int, start: int, cause: Reason, link: tuple[At, At]) -> None:
+        """Count and trace that ``unit`` has waited since ``start``, for ``page`` to arrive over ``link``."""
+        duration = now() - start
+        self.counters.stall_ns[cause.name.lower()] += duration
+        if cause is Reason.PREFETCHED_LATE:
+            self.counters.num_prefetches_late += 1
+        self.record(Event.STALL, page, *link, cause, start, duration, unit)
+
     def record(
         self,
         event: Event,

@@ -330,6 +330,10 @@ def _group(
     gradient = page(Kind.GRADIENT, dtype, offset) if trainable else None
     group = Group(unit.number, fields, offset, page(Kind.PARAMETER, dtype, offset), gradient, device)
     group.parameter.users.append(group)
+    if gradient is not None:
+        ends = [(field.offset + field.numel) * dtype.itemsize for field in fields]
+        starts = [field.offset * dtype.itemsize for field in fields[1:]] + [gradient.nbytes]
+        gradient.gaps = tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
     if trainable:
         # Parts of equal size, so that the frames of one are as good for another's pages.
         count = -(-offset // part_numel)

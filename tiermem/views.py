@@ -228,7 +228,7 @@ class Views:
             # Anywhere: in a thread that whoever holds the door waits for, too. So this must not lock.
             self._lent.pop(identity, None)
             forget_view(identity)
-            self.pager.hand_back(page)
+            self.pager.room.hand_back(page)
 
         self._lent[identity] = weakref.ref(tensor, died)
 

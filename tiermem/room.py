@@ -1,0 +1,268 @@
+"""Room: who gives up a frame for whom, on every tier.
+
+The order of victims is the policy's; what may not go (pinned, on a journey, needed by the fault in progress) is passed
+over. A demand gets a frame whatever it takes; a prefetch only what can be had without waiting, and never from a page
+that is needed sooner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from time import perf_counter_ns as now
+
+from tiermem.errors import BudgetError
+from tiermem.page import Frame, Kind, Page, State
+from tiermem.table import PageTable
+from tiermem.tier import Tier
+from tiermem.trace import Event, Reason
+from tiermem.trace import Tier as At
+from tiermem.transfer import Transfers
+
+
+class Room:
+    """Frames for pages. ``reason`` is how the trace names the policy's choices.
+
+    ``held`` are the numbers of the pages of the fault in progress: they are not evicted for each other.
+    ``waited_ns`` is what that fault has waited for frames.
+    """
+
+    def __init__(self, table: PageTable, transfers: Transfers, reason: Reason) -> None:
+        self.table = table
+        self.transfers = transfers
+        self.host = transfers.host
+        self.held: set[int] = set()
+        self.waited_ns = 0
+        self.counters = transfers.counters
+        self._chosen = reason
+        self._handed_back: deque[Page] = deque()  # pins let go of without the lock
+        tiers = [self.host] if transfers.device is None else [self.host, transfers.device]
+        self._homes = {tier: _homes(table, tier, tier is tiers[-1]) for tier in tiers}
+
+    def hand_back(self, page: Page) -> None:
+        """Let go of one pin from wherever; takes no lock and counts when somebody next looks at pins."""
+        self._handed_back.append(page)
+
+    def collect(self) -> None:
+        """Count the pins that were handed back."""
+        while self._handed_back:
+            self._handed_back.popleft().pins -= 1
+
+    def _victims(
+        self, tier: Tier, after: int | None = None, but: set[Frame] | None = None
+    ) -> Iterator[Frame]:
+        """Frames that may be released, best first; ``after``: only of pages not needed up to that position."""
+        on_host = tier is self.host
+        if on_host:
+            for frame in self.transfers.leaving():
+                if but is None or frame not in but:
+                    yield frame
+        for number in tier.eviction.order():
+            page = self.table[number]
+            if page.state.journey or self._stays(tier, page):
+                continue
+            if on_host and page.dirty and not page.spent and not page.sinks:
+                continue
+            victim = page.host if on_host else page.device
+            if victim is None or (but is not None and victim in but):
+                continue
+            if after is not None and not page.spent and tier.eviction.next_use(number) <= after:
+                continue
+            yield victim
+
+    def _stays(self, tier: Tier, page: Page) -> bool:
+        """Is its frame in ``tier`` one that somebody uses? What is pinned on the device needs no frame on the host."""
+        if tier is self.host and page.state is State.DEVICE:
+            return False
+        return bool(page.pins) or page.number in self.held
+
+    def _go_home(self, tier: Tier, page: Page, why: Reason) -> Frame | None:
+        """The frame at the end of the slab that is a resident page's own; None when it has none, or can't have it.
+
+        Resident pages are pinned for long. In the middle of the slab they would leave no room side by side for a large
+        page, where the budget is small.
+        """
+        offset = self._homes[tier].get(page.number)
+        if offset is None:
+            return None
+        moves = self.transfers
+        for frame in tier.slab.between(offset, offset + page.nbytes):
+            other = frame.page
+            if other.state.journey:
+                other.leaving = False
+                moves.wait(other)
+            if getattr(other, tier.name) is not frame:
+                continue
+            if self._stays(tier, other) or (
+                tier is self.host and other.dirty and not other.spent and not other.sinks
+            ):
+                return None
+            self.evict(tier, other)
+            if other.leaving:
+                moves.wait(other)
+            moves.raise_error()
+        return moves.reserve(tier, page, why, offset)
+
+    def make(self, tier: Tier, page: Page, why: Reason) -> Frame:
+        """A frame for ``page``, whatever it takes: eviction, waiting for transfers, relocation.
+
+        Raises BudgetError when what is pinned leaves no room at all.
+        """
+        moves = self.transfers
+        frame = self._go_home(tier, page, why) or moves.reserve(tier, page, why)
+        if frame is not None:
+            return frame
+        start = now()
+        waited = relocated = False
+        while frame is None:
+            self.collect()
+            window = tier.slab.window(page.nbytes, self._victims(tier))
+            if window is not None:
+                for victim in window:
+                    self.evict(tier, victim.page)
+                for victim in window:
+                    if victim.page.leaving:
+                        moves.wait(victim.page)
+                        waited = True
+                moves.raise_error()
+            elif moves:
+                # Prefetches that have not landed can't be given up: their frames are being written to.
+                moves.wait(moves.oldest)
+                waited = True
+            elif not relocated and tier is self.host:
+                # The last resort: everything that may leave leaves, and what stays moves together.
+                for victim in list(self._victims(tier)):
+                    self.evict(tier, victim.page)
+                moves.drain()
+                moves.raise_error()
+                self._relocate()
+                relocated = True
+            else:
+                raise self._no_room(tier, page)
+            frame = moves.reserve(tier, page, why)
+        if waited:
+            moves.stall(page, page.unit, start, Reason.NO_FRAME, (At.HOST, At.DISK))
+            self.waited_ns += now() - start
+        return frame
+
+    def ahead(
+        self, tier: Tier, page: Page, position: int, claimed: set[Frame], only_evict: bool = False
+    ) -> Frame | None:
+        """A frame for a prefetch, or None when it would need waiting, or the frame of a page needed sooner.
+
+        Evictions that it takes are begun, and their frames noted in ``claimed``, so that the next one looks
+        elsewhere.
+        """
+        home = self._homes[tier].get(page.number)
+        if (
+            not only_evict
+            and (frame := self.transfers.reserve(tier, page, Reason.LOOKAHEAD, home)) is not None
+        ):
+            return frame
+        if home is not None:
+            return None
+        window = tier.slab.window(page.nbytes, self._victims(tier, position, claimed))
+        if window is None:
+            return None
+        if tier is not self.host and any(victim.page.device_dirty for victim in window):
+            return None  # would have to wait for it to be stored
+        claimed.update(window)
+        for victim in window:
+            self.evict(tier, victim.page)
+        if only_evict or any(victim.page.leaving for victim in window):
+            return None
+        return self.transfers.reserve(tier, page, Reason.LOOKAHEAD)
+
+    def evict(self, tier: Tier, page: Page) -> None:
+        """Give a page's frame back: at once when the copy below is good, else once it has been written."""
+        if page.leaving or (page.host if tier is self.host else page.device) is None:
+            return  # on its way, or gone already: to store another one took it along
+        moves = self.transfers
+        self.counters.num_evictions += 1
+        if tier is not self.host:
+            if page.device_dirty:
+                self.store(page)
+            else:
+                moves.drop_device(page, self._chosen)
+        elif page.device_dirty:
+            page.dirty = False  # stale: what counts is on the device
+            moves.drop(page, self._chosen)
+        elif page.spent or page.blank or not page.dirty:
+            moves.drop(page, Reason.DISCARD if page.spent else self._chosen)
+        elif page.state is State.DEVICE and (page.pins or page.number in self.held):
+            page.dirty = False
+            page.device_dirty = True  # what is below is stale: from here on the device has the only good copy
+            moves.drop(page, self._chosen)
+        else:
+            if page.state is State.DEVICE:
+                moves.drop_device(page, self._chosen)
+            moves.record(Event.EVICT, page, At.HOST, At.DISK, self._chosen)
+            moves.write(page, self._chosen, leaving=True)
+
+    def _relocate(self) -> None:
+        """Slide every frame that nobody looks at down, so that the holes of the host's slab become one.
+
+        For when enough bytes are free but not side by side; copies at memory speed.
+        """
+        self.counters.num_relocations += 1
+        memory = self.host.memory
+        for frame in list(self.host.slab):
+            page = frame.page
+            if page.pins or page.state.journey:
+                continue
+            old = self.host.slab.slide(frame)
+            if old is None:
+                continue
+            if page.state is not State.DEVICE:
+                for user in page.users:
+                    user.unbind()
+            # The two may overlap; a step no longer than the distance moved never overwrites what is still to move.
+            distance = old - frame.offset
+            for done in range(0, frame.nbytes, distance):
+                size = min(distance, frame.nbytes - done)
+                memory[frame.offset + done :][:size].copy_(memory[old + done :][:size])
+
+    def _no_room(self, tier: Tier, page: Page) -> BudgetError:
+        pinned = [frame for frame in tier.slab if self._stays(tier, frame.page)]
+        stuck = [
+            frame for frame in tier.slab if not frame.page.sinks and frame.page.dirty and frame not in pinned
+        ]
+        pinned_nbytes = sum(frame.nbytes for frame in pinned)
+        stuck_nbytes = sum(frame.nbytes for frame in stuck)
+        return BudgetError(
+            page.nbytes,
+            tier.slab.nbytes - pinned_nbytes - stuck_nbytes,
+            tier.name,
+            None,
+            f"the {page.kind.name.lower()} page of unit {page.unit}",
+            f"of {tier.slab.nbytes} bytes, {pinned_nbytes} are pinned by {len(pinned)} pages in use or seen by tensors "
+            f"that you hold, {stuck_nbytes} may not leave by [placement]; let go of such tensors, or raise the budget",
+        )
+
+    def store(self, page: Page) -> None:
+        """Bring a page that was written on the device down to the host, and wait; it must not be pinned."""
+        moves = self.transfers
+        held = page.number in self.held
+        self.held.add(page.number)
+        try:
+            if page.host is None:
+                page.host = self.make(self.host, page, Reason.WRITEBACK)
+            moves.store(page)
+            moves.wait(page)
+        finally:
+            if not held:
+                self.held.discard(page.number)
+        moves.raise_error(page)
+
+
+def _homes(table: PageTable, tier: Tier, computes: bool) -> dict[int, int]:
+    """Page number -> offset of its own place at the end of the slab, for the pages of the resident unit."""
+    kinds = [Kind.PARAMETER] if computes else []
+    kinds += [Kind.GRADIENT] if tier.name == "host" else []
+    homes: dict[int, int] = {}
+    end = tier.slab.nbytes
+    for page in table:
+        if page.unit == 0 and page.kind in kinds and page.nbytes <= end:
+            end -= page.nbytes
+            homes[page.number] = end
+    return homes
