@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -33,23 +32,19 @@ class Door:
         self._depth = 0  # of the main thread
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._caught: tuple[int, FrameType | None] | None = None
+        self._hold = Hold(self)
 
     def __enter__(self) -> None:
-        self._begin()
+        self.begin()
         self._lock.acquire()
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
-        self._end()
+        self.end()
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> Hold:
         """Keep Ctrl-C back without the lock: what is pinned inside is unpinned before it strikes."""
-        self._begin()
-        try:
-            yield
-        finally:
-            self._end()
+        return self._hold
 
     def checkpoint(self) -> None:
         """Let a noted signal strike here, inside a :meth:`hold`, where everything can be undone."""
@@ -57,7 +52,8 @@ class Door:
             caught, self._caught = self._caught, None
             self._handler(*caught)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """From here on, note signals."""
         if threading.get_ident() == self._main:
             if self._depth == 0:
                 current = _get_handler(_SIGINT)
@@ -67,7 +63,8 @@ class Door:
                     _set_handler(_SIGINT, self._note)
             self._depth += 1
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Undo one :meth:`begin`; what was noted strikes."""
         if threading.get_ident() != self._main:
             return
         self._depth -= 1
@@ -83,3 +80,16 @@ class Door:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._caught = (number, frame)
+
+
+class Hold:
+    """See :meth:`Door.hold`; it may be entered again while it is held."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def __enter__(self) -> None:
+        self._door.begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self._door.end()

@@ -94,8 +94,11 @@ class Gradients:
     def _place(self, group: Group, index: int) -> torch.Tensor:
         frame = _page(group).host
         assert frame is not None
-        field = group.fields[index]
-        return self._pager.host.view(frame, group.dtype, field.offset, field.size, field.stride)
+        if group.places_at != frame.offset:
+            host = self._pager.host
+            group.places = [host.view(frame, group.dtype, f.offset, f.size, f.stride) for f in group.fields]
+            group.places_at = frame.offset
+        return group.places[index]
 
     def _apply_scale(self, group: Group) -> None:
         """Multiply the group's gradients by the pending factor; the page is resident."""

@@ -260,6 +260,9 @@ class Runtime:
                         group.unbind()
         with self.door.hold():
             self.closed = True
+            for unit in self.units:
+                for group in unit.groups:
+                    group.places.clear()  # they would keep the slab's memory
             self._stack.close()
 
     # -- telling ------------------------------------------------------------------------------------------

@@ -77,6 +77,10 @@ class Group:
             torch.zeros(len(fields), dtype=parameter.dtype) if gradient else torch.empty(0)
         )  # of gradients
         self.normed = bytearray(len(fields))  # which of the norms are those of the gradients as they are
+        self.places: list[
+            torch.Tensor
+        ] = []  # of the gradients, in the frame at `places_at` of the host's slab
+        self.places_at = -1
         self.wants_norms = False  # does the loop clip? then norms are taken as gradients land
         self.scale: torch.Tensor | None = (
             None  # by which clipping wants the gradients multiplied, still to be done
