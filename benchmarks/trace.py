@@ -1,8 +1,9 @@
 """What tracing costs: nanoseconds a record, and the share of a step that would be.
 
-Run: python benchmarks/trace.py [number of records]
+Run: python benchmarks/trace.py [--records N] [--quick]
 """
 
+import argparse
 import sys
 import tempfile
 import time
@@ -24,7 +25,11 @@ def cost(trace: AnyTrace, number: int) -> float:
 
 def main() -> None:
     """Print one table: both traces, interleaved. Other processes slow the median, the fastest hardly."""
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else 300_000
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=int, default=300_000)
+    parser.add_argument("--quick", action="store_true", help="few records: does it run?")
+    options = parser.parse_args()
+    number = 10_000 if options.quick else options.records
     with tempfile.TemporaryDirectory() as folder:
         trace = Trace.create(Path(folder) / "run.trace", units=["unit"], pages=[], budgets={})
         rows = [(cost(trace, number), cost(NullTrace(), number)) for _ in range(ROUNDS)]

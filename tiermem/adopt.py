@@ -81,7 +81,7 @@ class Adoption:
             if master is None:
                 continue
             if self._disk is not None:
-                self._disk.provide([master])
+                self._pager.transfers.provide([master])
             self._pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
             try:
                 assert master.host is not None

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tiermem.aio import File, Queue
 from tiermem.errors import BudgetError, ConfigError, format_bytes
@@ -23,6 +25,7 @@ from tiermem.page import Page
 PREFIX = "tiermem-run-"
 KEPT = "tiermem-kept-"
 PAGES = "pages.bin"
+INDEX = "pages.json"
 
 
 class RunFolder:
@@ -113,8 +116,9 @@ def _remove(path: Path, folder: int) -> bool:
     ``folder`` is its descriptor, so that a link put in its place is not followed.
     """
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(PAGES, dir_fd=folder)
+        for name in (PAGES, INDEX):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
         os.rmdir(path)
     except OSError:
         return False
@@ -154,15 +158,25 @@ class Disk:
         ]
         return notes + [f"{file.path}: {file.note}" for file in self.files if not file.direct]
 
-    def provide(self, pages: Iterable[Page]) -> None:
-        """Give an extent to each page that may sink and has none; raises BudgetError when they don't fit.
+    def describe(self, pages: Iterable[tuple[Page, Mapping[str, Any]]]) -> None:
+        """Write beside each page file what is in it: for each page, the offset of its first byte and what is given."""
+        rows: list[list[dict[str, Any]]] = [[] for _ in self.files]
+        for page, facts in pages:
+            if page.extent is not None:
+                number, offset = page.extent
+                rows[number].append({"offset": offset, "nbytes": page.nbytes, **facts})
+        for folder, row in zip(self.folders, rows, strict=True):
+            (folder.path / INDEX).write_text(json.dumps({"pages": row}, indent=1))
+
+    def provide(self, pages: Iterable[Page]) -> list[Page]:
+        """Give an extent to each page that may sink and has none; returns those, raises BudgetError if they don't fit.
 
         Pages go to the file with the fewest bytes, so that several paths are filled evenly.
         """
         new = [page for page in pages if page.sinks and page.extent is None]
         nbytes = sum(page.nbytes for page in new)
         if not new:
-            return
+            return new
         if self.used + nbytes > self.capacity:
             raise BudgetError(
                 nbytes,
@@ -209,6 +223,7 @@ class Disk:
         self.used += nbytes
         for page, extent in zip(new, extents, strict=True):
             page.extent = extent
+        return new
 
     def path_of(self, page: Page) -> str:
         """The file that holds the page's extent, for messages."""

@@ -92,6 +92,9 @@ class Runtime:
         self.trace: AnyTrace = self._trace()
         stack.callback(self.trace.close)
         transfers = Transfers(host, device_tier, disk, self.queue, self.device, self.trace)
+        if disk is not None:
+            # What the first step needs at the latest, so that a full disk is found out now.
+            transfers.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
         stack.callback(transfers.drain)
         reason = Reason.BELADY if config.policy.eviction == "belady" else Reason.LRU
         ahead = None if disk is None and unified else self._prefetch(host.slab.nbytes)
@@ -177,8 +180,6 @@ class Runtime:
         if self.queue.engine != "libaio" and io.engine == "auto":
             self.notes.append(self.queue.note)
         self.notes.extend(disk.notes)
-        # What the first step needs at the latest, so that a full disk is found out now.
-        disk.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
         return disk
 
     def _host(self, nbytes: int, stack: contextlib.ExitStack) -> Tier:
@@ -209,9 +210,7 @@ class Runtime:
     def _trace(self) -> AnyTrace:
         if self.config.trace.file is None:
             return NullTrace()
-        groups = {
-            page.number: group for unit in self.units for group in unit.groups for page in pages_of(group)
-        }
+        groups = {page.number: group for group, page in self._pages()}
         return Trace.create(
             self.config.trace.file,
             units=[unit.name for unit in self.units],
@@ -232,6 +231,12 @@ class Runtime:
 
     # -- closing ------------------------------------------------------------------------------------------
 
+    def _pages(self) -> Iterator[tuple[Group, Page]]:
+        for unit in self.units:
+            for group in unit.groups:
+                for page in pages_of(group):
+                    yield group, page
+
     def _undo(self, kind: object, error: object, trace: object) -> None:
         """When opening is broken off after the parameters were taken: give them back."""
         if kind is not None:
@@ -250,8 +255,9 @@ class Runtime:
         self.hooks.detach()
         with self.door:
             self.pager.transfers.drain()
-            if self.config.disk.keep:
+            if self.config.disk.keep and self.disk is not None:
                 self.pager.flush()
+                self.disk.describe((page, facts(page, group)) for group, page in self._pages())
             if restore:
                 self.adoption.give_back()
             else:
@@ -322,6 +328,21 @@ class Runtime:
         with self.door:
             self.pager.room.collect()
             self.table.check(self.pager.host.slab, self.pager.device.slab if self.pager.device else None)
+
+
+def facts(page: Page, group: Group) -> dict[str, Any]:
+    """What a page is, in JSON: kind and dtype, and the tensors in it with their first elements, sizes and strides."""
+    part = next((part for part in group.parts if page in part.pages), None)
+    start = part.start if part is not None else 0
+    return {
+        "kind": page.kind.name.lower(),
+        "dtype": str(page.dtype).removeprefix("torch."),
+        "blank": page.blank,
+        "tensors": [
+            {"name": f.name, "first": f.offset - start, "size": f.size, "stride": f.stride}
+            for f in group.fields
+        ],
+    }
 
 
 def ways_to_cut(net: nn.Module, patterns: Sequence[str], limit: int) -> Iterator[dict[str, nn.Module]]:

@@ -9,7 +9,7 @@ page is back where it came from, its source being untouched, and the error is ke
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter_ns as now
 
 from tiermem.aio import Queue
@@ -156,12 +156,18 @@ class Transfers:
                 raise PagingError(
                     f"{page!r} has to leave the host and there is no disk tier: name disk.paths"
                 )
-            self.disk.provide([page])
+            self.provide([page])
         assert self.disk is not None
         assert page.host is not None
         ticket = self.disk.write(page, self.host.address_of(page.host))
         page.leaving = leaving
         self._depart(page, State.WRITING, self._on_disk(ticket, reason))
+
+    def provide(self, pages: Iterable[Page]) -> None:
+        """Give extents on the disk to pages that may sink and have none; raises BudgetError when they don't fit."""
+        assert self.disk is not None
+        for page in self.disk.provide(pages):
+            self.record(Event.RESERVE, page, At.NONE, At.DISK, Reason.CREATE)
 
     def load(self, page: Page, frame: Frame, reason: Reason) -> None:
         """HOST -> LOADING, into a device frame that was reserved for the page."""

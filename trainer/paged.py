@@ -59,10 +59,10 @@ class PagedUpdate:
             self.settings[id(parameter)] = setting
             self.steps.setdefault(id(parameter), 0)
         self._runs.clear()
-        disk = self.hooks.pager.transfers.disk
-        if disk is not None:
+        transfers = self.hooks.pager.transfers
+        if transfers.disk is not None:
             with self.hooks.door:
-                disk.provide(page for group in groups for part in group.parts for page in part.pages)
+                transfers.provide(page for group in groups for part in group.parts for page in part.pages)
 
     def step(self, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
         """Update every parameter that has a gradient; ``hypers`` are the parameter groups' settings.
