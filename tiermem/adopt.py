@@ -7,7 +7,8 @@ parameters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from tiermem.errors import format_bytes
 from tiermem.page import Page
 from tiermem.pager import Pager
 from tiermem.policies import Phase
-from tiermem.unit import Field, Group, Unit
+from tiermem.unit import Field, Group, Part, Unit
 
 
 class Adoption:
@@ -75,24 +76,35 @@ class Adoption:
         self._send([page])
 
     def _take_masters(self, group: Group) -> None:
-        host = self._pager.host
         for part in group.parts:
-            master = part.master
-            if master is None:
-                continue
-            if self._disk is not None:
-                self._pager.transfers.provide([master])
-            self._pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
-            try:
-                assert master.host is not None
-                for field in group.fields:
-                    low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
-                    if low < high:
-                        place = host.view(master.host, torch.float32, low - part.start, (high - low,), (1,))
-                        place.copy_(flat(field)[low - field.offset : high - field.offset])
-            finally:
-                self._pager.unpin([master], dirty=True)
-            self._send([master])
+            if part.master is not None:
+                if self._disk is not None:
+                    self._pager.transfers.provide([part.master])
+                self._with_master(group, part, part.master, lambda place, own: place.copy_(own), dirty=True)
+                self._send([part.master])
+
+    def _with_master(
+        self,
+        group: Group,
+        part: Part,
+        master: Page,
+        move: Callable[[torch.Tensor, torch.Tensor], Any],
+        *,
+        dirty: bool,
+    ) -> None:
+        """``move`` for each field: its elements in a page of master weights, and the same of the parameter itself."""
+        self._pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
+        try:
+            assert master.host is not None
+            for field in group.fields:
+                low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
+                if low < high:
+                    place = self._pager.host.view(
+                        master.host, torch.float32, low - part.start, (high - low,), (1,)
+                    )
+                    move(place, flat(field)[low - field.offset : high - field.offset])
+        finally:
+            self._pager.unpin([master], dirty=dirty)
 
     def _send(self, pages: Sequence[Page]) -> None:
         """Begin to write, so that the next units find room: wrapping goes at the disk's speed."""
@@ -148,28 +160,15 @@ class Adoption:
         finally:
             self._pager.unpin([page])
         if any(dtype is not group.dtype for dtype in dtypes):
-            self._give_back_masters(group)
+            for part in group.parts:
+                if part.master is not None and not part.master.blank:
+                    # What the cast to the page's dtype lost.
+                    self._with_master(
+                        group, part, part.master, lambda place, own: own.copy_(place), dirty=False
+                    )
         self._pager.room.collect()
         if not page.pins:
             self._pager.discard(page)
-
-    def _give_back_masters(self, group: Group) -> None:
-        """What the cast to the page's dtype lost, where master weights have kept it."""
-        host = self._pager.host
-        for part in group.parts:
-            master = part.master
-            if master is None or master.blank:
-                continue
-            self._pager.fault([master], Phase.FORWARD, group.unit, on_host=True)
-            try:
-                assert master.host is not None
-                for field in group.fields:
-                    low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
-                    if low < high:
-                        place = host.view(master.host, torch.float32, low - part.start, (high - low,), (1,))
-                        flat(field)[low - field.offset : high - field.offset].copy_(place)
-            finally:
-                self._pager.unpin([master])
 
     def _give_back_gradients(self, group: Group) -> None:
         page = group.gradient
