@@ -136,6 +136,7 @@ class Disk:
         self.capacity = capacity
         self.queue = queue
         self.used = 0
+        self.whole = 0  # bytes that all pages of the model take together, for messages
         self.folders: list[RunFolder] = []
         self.files: list[File] = []
         self._ends: list[int] = []  # bytes given out in each file
@@ -182,7 +183,7 @@ class Disk:
                 nbytes,
                 self.capacity - self.used,
                 "disk",
-                self.used + nbytes,
+                max(self.used + nbytes, self.whole),
                 f"{len(new)} pages",
                 "raise disk.budget or name another of disk.paths",
             )

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tiermem.door import Door
+from tiermem.errors import PagingError
 from tiermem.gradients import Gradients
 from tiermem.page import Page
 from tiermem.pager import Pager
@@ -95,6 +96,24 @@ class Hooks:
             self.abort_pass()
             self._close_backward()
             self._in_backward = False
+
+    def begin_copying(self, *_: Any) -> None:
+        """A ``state_dict`` call begins: what it takes of parameters is copied."""
+        self.views.copying += 1
+
+    def end_copying(self, *_: Any) -> None:
+        """It is over."""
+        self.views.copying -= 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
+        raise PagingError(
+            "a module that is paged can't be copied: copy it before wrapping, or use state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PagingError(
+            "a module that is paged can't be pickled: save its state_dict(), or close() it first"
+        )
 
     # -- the whole model ----------------------------------------------------------------------------------
 

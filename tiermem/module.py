@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -14,7 +16,7 @@ from torch import nn
 
 from tiermem.config import Config
 from tiermem.device import Device
-from tiermem.errors import PagingError
+from tiermem.errors import ConfigError, PagingError
 from tiermem.runtime import Runtime
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -38,6 +40,10 @@ class TieredModule(nn.Module):
 
     def __init__(self, module: nn.Module, config: Source = None, *, device: Device | None = None) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule | TieredModule):
+            raise ConfigError(
+                f"a {type(module).__name__} can't be paged: only an ordinary torch.nn.Module can"
+            )
         self._runtime = runtime = Runtime(module, Config.load(config), device)
         try:
             runtime.open()
@@ -45,6 +51,9 @@ class TieredModule(nn.Module):
             self._hidden = _hide_views(module, runtime)
             # The folder on disk goes with the process even when nobody calls close().
             self._finalizer = weakref.finalize(self, _abandon, runtime)
+            # After the finalizer's own, so that it is run before: at the end nobody needs the parameters back.
+            atexit.unregister(_ending.append)
+            atexit.register(_ending.append, True)
         except BaseException:
             runtime.close()
             raise
@@ -174,26 +183,33 @@ class TieredModule(nn.Module):
         self.close()
 
 
+_ending: list[bool] = []  # not empty once the interpreter ends
+
+
 def _abandon(runtime: Runtime) -> None:
     """Close the runtime of a model that nobody closed, from whichever thread it was collected in."""
+    if _ending:
+        runtime.close(restore=False)
+        return
+    warnings.warn(
+        "a TieredModule was dropped without close(): it is closed now", ResourceWarning, stacklevel=2
+    )
     if threading.current_thread().name.startswith("tiermem"):
         # One of ours, which closing would wait for.
-        threading.Thread(target=runtime.close, args=(False,)).start()
+        threading.Thread(target=runtime.close).start()
     else:
-        runtime.close(restore=False)
+        runtime.close()
 
 
 def _hide_views(module: nn.Module, runtime: Runtime) -> list[Any]:
     """Have ``state_dict`` take copies: a state must outlive the frames, and must not pin all of them at once."""
 
-    def begin(*_: Any) -> None:
-        runtime.hooks.views.copying += 1
-
-    def end(*_: Any) -> None:
-        runtime.hooks.views.copying -= 1
-
+    hooks = runtime.hooks
     handles: list[Any] = []
     for each in module.modules():
         registers: tuple[Any, Any] = (each.register_state_dict_pre_hook, each._register_state_dict_hook)
-        handles += [register(hook) for register, hook in zip(registers, (begin, end), strict=True)]
+        handles += [
+            register(hook)
+            for register, hook in zip(registers, (hooks.begin_copying, hooks.end_copying), strict=True)
+        ]
     return handles

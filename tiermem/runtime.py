@@ -177,6 +177,7 @@ class Runtime:
         self.queue = stack.enter_context(open_queue(io.engine, io.request.resolve(0), io.depth))
         disk = Disk(paths, self.budgets["disk"], self.queue, self.config.disk.keep)
         stack.callback(disk.close)
+        disk.whole = sum(page.nbytes for page in self.table if page.sinks)
         if self.queue.engine != "libaio" and io.engine == "auto":
             self.notes.append(self.queue.note)
         self.notes.extend(disk.notes)

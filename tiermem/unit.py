@@ -306,6 +306,15 @@ def _admit(parameter: nn.Parameter, name: str) -> None:
         )
     if parameter.is_meta or parameter.layout is not torch.strided:
         raise ConfigError(f"parameter {name} has no dense data ({parameter.device}, {parameter.layout})")
+    if parameter.is_inference():
+        raise ConfigError(
+            f"parameter {name} was made in inference mode, and can't be trained or paged: make it outside"
+        )
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        raise ConfigError(
+            f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}, with gaps or "
+            "overlaps: replace it by a contiguous one"
+        )
 
 
 def _group(

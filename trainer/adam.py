@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
 from tiermem.trainer.kernel import Hyper, Kernel
@@ -149,6 +150,7 @@ class Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._find_paged()
         for group in self.param_groups:
             self._step_plain(group, (p for p in group["params"] if owner_of(p) is None))
         if self._paged:
@@ -163,18 +165,37 @@ class Adam(Optimizer):
             for p in group["params"]:
                 if owner_of(p) is None and p.grad is not None:
                     p.grad = None if set_to_none else p.grad.detach().zero_()
+        self._find_paged(closed_too=True)
         for hooks, update in self._paged.items():
+            if hooks.views.closed:
+                continue  # its parameters are ordinary again
             forget = hooks.forget_gradients if set_to_none else hooks.zero_gradients
             forget(update.settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters of a :class:`tiermem.TieredModule` get their state as pages of it."""
         super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
+        self._take_paged(len(self.param_groups) - 1)
+
+    def _find_paged(self, closed_too: bool = False) -> None:
+        """Take over parameters that were wrapped after the optimizer was made; refuse those of a closed model."""
+        if not closed_too and any(hooks.views.closed for hooks in self._paged):
+            raise PagingError(
+                "the model of this optimizer has been closed, and its moments and master weights went with its pages: "
+                "take optimizer.state_dict() before close(), and load it into a new optimizer after"
+            )
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                owner = owner_of(p)
+                if isinstance(owner, Hooks) and self._update_of(p) is None and owner.home[id(p)][0].trainable:
+                    self._take_paged(number)
+                    break
+
+    def _take_paged(self, number: int) -> None:
         paged: dict[Hooks, list[Tensor]] = {}
         for p in self.param_groups[number]["params"]:
             owner = owner_of(p)
-            if isinstance(owner, Hooks):
+            if isinstance(owner, Hooks) and self._update_of(p) is None:
                 if not owner.home[id(p)][0].trainable and p.requires_grad:
                     raise ValueError(
                         f"a parameter of shape {tuple(p.shape)} was frozen when its model was wrapped, so it has no "
@@ -185,10 +206,18 @@ class Adam(Optimizer):
                 if owner.home[id(p)][0].trainable:
                     paged.setdefault(owner, []).append(p)
         for owner, parameters in paged.items():
-            self._paged.setdefault(owner, PagedUpdate(owner)).add(parameters, number)
+            update = self._paged.setdefault(owner, PagedUpdate(owner))
+            update.add(parameters, number)
+            for p in parameters:
+                if self.state.get(p):
+                    update.write(p, self.state.pop(p))  # from updates before it was wrapped
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with full tensors; those of paged parameters are copies, page by page."""
+        """As torch's, with full tensors; those of paged parameters are copies, page by page.
+
+        Raises PagingError when the model of paged parameters has been closed.
+        """
+        self._find_paged()
         result = super().state_dict()
         numbers: dict[int, int] = {}
         for group, packed in zip(self.param_groups, result["param_groups"], strict=True):

@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,  # "[host]" in a help text is a section of the policy file
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

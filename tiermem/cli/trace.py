@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tiermem.trace.summary import Summary
 
-app = typer.Typer(help="Look into the trace of a run.", no_args_is_help=True)
+app = typer.Typer(help="Look into the trace of a run.", no_args_is_help=True, rich_markup_mode=None)
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The trace, as [trace] file names it.")]
 

@@ -37,7 +37,12 @@ def _to_tier(read: object) -> object:
 def _to_path(read: object) -> object:
     if not isinstance(read, str | os.PathLike) or not os.fspath(read):
         raise ValueError("it is not a path")
-    return Path(os.fsdecode(read)).expanduser()
+    if "\0" in os.fsdecode(read):
+        raise ValueError("it has a NUL character")
+    try:
+        return Path(os.fsdecode(read)).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{error}") from None
 
 
 def _to_tuple(read: object) -> object:
