@@ -96,6 +96,8 @@ def test_the_export(run, path, name):
     text = gzip.decompress(out.read_bytes()) if name.endswith("gz") else out.read_bytes()
     number = len(json.loads(text)["traceEvents"])
     assert result.stdout.startswith(f"{number} events in")
+    again = run("trace", "export", path, "--out", out, "--json")
+    assert json.loads(again.stdout) == {"events": number, "file": str(out), "damage": None}
 
 
 def test_errors_are_one_line(run, path, tmp_path):

@@ -53,6 +53,7 @@ def export(
     file: TraceArgument,
     out: Annotated[Path, typer.Option(help="The file to write; compressed if it ends in .gz.")],
     format: Annotated[Format, typer.Option(help="The format to write.")] = Format.PERFETTO,
+    json: JsonOption = False,
 ) -> None:
     """Write the trace in another program's format."""
     from tiermem.trace.perfetto import export as export_perfetto
@@ -62,6 +63,9 @@ def export(
         if trace.damage:
             typer.echo(f"tiermem: {printable(str(file))}: {printable(trace.damage)}", err=True)
         number = export_perfetto(trace, out)
+    if json:
+        print_json({"events": number, "file": str(out), "damage": trace.damage})
+        return
     typer.echo(f"{number} events in {printable(str(out))}: open it at https://ui.perfetto.dev")
 
 
