@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.device import StandInDevice
 from tiermem.trainer import AdamW
 
 CONFIG: dict[str, Any] = {"device": {"kind": "cpu"}, "host": {"budget": "1MiB"}}
@@ -102,3 +103,18 @@ def test_what_can_t_be_paged_is_refused(what: Any) -> None:
         what.weight = nn.Parameter(torch.randn(2, 4)[:, ::2])
     with pytest.raises(tiermem.ConfigError):
         tiermem.TieredModule(what, CONFIG)
+
+
+def test_what_a_device_of_its_own_can_t_keep_is_refused() -> None:
+    config = {"placement": {"gradients": "device"}, "host": {"budget": "1MiB"}, "device": {"budget": "1MiB"}}
+    with pytest.raises(tiermem.ConfigError, match=r"placement.gradients.*allowed"):
+        tiermem.TieredModule(network(), config, device=StandInDevice())
+
+
+def test_a_budget_beyond_the_machine_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiermem.runtime.available_nbytes", lambda: 1000)
+    with tiermem.TieredModule(network(), CONFIG):
+        pass
+    assert "host.budget" in caplog.text

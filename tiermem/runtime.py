@@ -21,7 +21,7 @@ from tiermem.config import Tier as TierName
 from tiermem.device import Device, available_nbytes, open_device
 from tiermem.disk import Disk
 from tiermem.door import Door
-from tiermem.errors import PagingError
+from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
 from tiermem.page import ALIGNMENT, Kind, Page
 from tiermem.pager import Pager
@@ -79,6 +79,12 @@ class Runtime:
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
         capacity, device_capacity = self._cut(net, dtype)
         total = sum(page.nbytes for page in self.table)
+        if min(capacity, total) > (free := available_nbytes()):
+            self.notes.append(
+                f"host.budget allows {format_bytes(capacity)}, this model's pages will take "
+                f"{format_bytes(min(capacity, total))} of it, and {format_bytes(free)} of memory are available: "
+                "the system may kill the process; set a smaller budget"
+            )
         device_tier = None
         if device_capacity is not None:
             parameters = sum(page.nbytes for page in self.table if page.kind is Kind.PARAMETER)
@@ -142,6 +148,12 @@ class Runtime:
         if not unified:
             self.budgets["device"] = config.device.budget.resolve(self.device.free_nbytes())
             device_capacity = budget.floor(max(0, self.budgets["device"] - buffers))
+        for name in dict.fromkeys(PLACEMENT.values()):
+            if getattr(config.placement, name) is TierName.DEVICE and not unified:
+                raise ConfigError(
+                    f'placement.{name}: read "device" with {self.device.name}, which has memory of its own; '
+                    'allowed there is "host" or "disk" (what fits the device stays there all the same)'
+                )
         sinks = {kind: getattr(config.placement, name) is TierName.DISK for kind, name in PLACEMENT.items()}
         device = self.device.torch_device
 
@@ -190,6 +202,8 @@ class Runtime:
         if self.config.host.pinned is not False:
             pinning = self.device.pin(memory)
             if pinning.startswith("refused"):
+                if self.config.host.pinned is True:
+                    raise ConfigError(f"host.pinned: read true; the frames' registration was {pinning}")
                 self.notes.append(f"host frames: {pinning}")
             else:
                 stack.callback(self.device.unpin, memory)

@@ -177,7 +177,8 @@ class DiskSection(Section):
 class PlacementSection(Section):
     """The lowest tier that each kind of page may sink to.
 
-    A higher one keeps it out of slower memory, and raises the smallest budget that will do.
+    A higher one keeps it out of slower memory, and raises the smallest budget that will do. With a CUDA device,
+    `device` is refused: what fits the device's budget stays there as it is.
     """
 
     parameters: Annotated[
