@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,7 +62,7 @@ def test_a_module_that_is_used_twice_is_one_unit() -> None:
 @pytest.mark.parametrize("net", [nn.Linear(30, 40), nn.Sequential(nn.Linear(30, 40)), nn.LayerNorm(30)])
 @pytest.mark.parametrize("host", ["smallest", "1GiB"])
 def test_models_of_one_layer_work(net: nn.Module, host: str, wrap: Wrap) -> None:
-    model = wrap(net, host=host)
+    model = wrap(copy.deepcopy(net), host=host)
     optimizer = adamw(model)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     torch.manual_seed(0)
