@@ -42,7 +42,8 @@ class TieredModule(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule | TieredModule):
             raise ConfigError(
-                f"a {type(module).__name__} can't be paged: only an ordinary torch.nn.Module can"
+                f"a {type(module).__name__} can't be paged: only a plain torch.nn.Module can (close a TieredModule to "
+                "wrap its module again)"
             )
         self._runtime = runtime = Runtime(module, Config.load(config), device)
         try:
