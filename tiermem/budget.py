@@ -44,6 +44,8 @@ def host_need(units: Sequence[Unit], pages: Iterable[Page], unified: bool) -> Ne
     """The smallest host budget; ``unified``: modules compute from host frames."""
     stuck = [page for page in pages if not page.sinks]
     resident = units[0].pages + units[0].gradient_pages if unified else units[0].gradient_pages
+    # A page whose only good copy is on the device passes through the host when its frame there is wanted.
+    transit = 0 if unified else max((page.nbytes for unit in units for page in unit.pages), default=0)
     best: tuple[int, str] = (0, "nothing to page")
     for unit in units:
         outer = [units[number] for number in unit.outer]
@@ -51,13 +53,15 @@ def host_need(units: Sequence[Unit], pages: Iterable[Page], unified: bool) -> Ne
         parameters = unit.pages  # on a device of its own, they pass through the host together
         if unit.number:
             for phase, own in (("forward", parameters), ("backward", parameters + unit.gradient_pages)):
-                best = max(best, _sum(f"{phase} of {unit.name}", stuck + resident + below + own, below, own))
+                best = max(
+                    best, _sum(f"{phase} of {unit.name}", stuck + resident + below + own, below, own, transit)
+                )
         for group in unit.groups:
             shared = [group.parameter, *([group.gradient] if group.gradient else [])]
             several = shared if len(group.parts) > 1 else []
             for part in group.parts:
                 needed = stuck + shared + part.pages
-                best = max(best, _sum(f"update of {unit.name}", needed, several, part.pages))
+                best = max(best, _sum(f"update of {unit.name}", needed, several, part.pages, transit))
     return Need(*best)
 
 
@@ -133,7 +137,11 @@ def require(tier: str, capacity: int, need: Need, smallest: Need, overhead: int 
 
 
 def _sum(
-    what: str, pages: Sequence[Page], pinned: Sequence[Page] = (), placed: Sequence[Page] = ()
+    what: str,
+    pages: Sequence[Page],
+    pinned: Sequence[Page] = (),
+    placed: Sequence[Page] = (),
+    transit: int = 0,
 ) -> tuple[int, str]:
     """The bytes of ``pages``, each counted once, and the sum in words.
 
@@ -147,7 +155,9 @@ def _sum(
         name = page.kind.name.lower() + (" (resident unit)" if page.unit == 0 else "")
         name += "" if page.sinks else " (may not sink)"
         kinds[name] = kinds.get(name, 0) + page.nbytes
-    gaps = len({page.number for page in pinned}) * max((page.nbytes for page in placed), default=0)
+    gaps = len({page.number for page in pinned}) * max([transit, *(page.nbytes for page in placed)])
+    if transit:
+        kinds["in transit from the device"] = transit
     if gaps:
         kinds["for gaps between pinned pages"] = gaps
     total = sum(kinds.values())

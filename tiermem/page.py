@@ -65,9 +65,6 @@ class State(enum.IntEnum):
         return self >= State.READING
 
 
-PLACES = (State.DISK, State.HOST, State.DEVICE)
-
-
 def padded(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """``nbytes`` rounded up to a multiple of ``alignment``."""
     return -(-nbytes // alignment) * alignment
