@@ -1,5 +1,6 @@
 """The policy file: what it may say, what it is refused for, and its documentation."""
 
+import codecs
 import subprocess
 import sys
 from pathlib import Path
@@ -310,6 +311,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"[host]\xff")
     assert "byte 6 is not UTF-8" in str(refusal(binary))
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_bytes(codecs.BOM_UTF8 + b'[host]\r\nbudget = "1GiB"\r\n')
+    assert Config.load(path).host.budget == Size(2**30)
+    path.write_bytes(codecs.BOM_UTF8 + b"[host]\xff")
+    assert "byte 9 is not UTF-8" in str(refusal(path))
 
 
 def test_what_is_no_source_is_refused() -> None:

@@ -154,7 +154,8 @@ def section_models() -> dict[str, type[Section]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark. utf-8-sig would count an error's byte from behind it.
+        return tomllib.loads(path.read_text(encoding="utf-8").removeprefix("\ufeff"))
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"the policy file can't be read: {reason}", source=str(path)) from error
