@@ -21,6 +21,15 @@ Wrap = Callable[..., tiermem.TieredModule]
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def grad_mode() -> Iterator[None]:
+    """A test that leaves gradients off fails itself, and not all those after it."""
+    yield
+    left = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert left, "gradients were left off"
+
+
 @pytest.fixture
 def disk() -> Iterator[Path]:
     """A folder of its own on a real disk: /tmp is RAM on many machines."""

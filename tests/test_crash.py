@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tiermem.trainer import AdamW
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 32
+OURS = tuple(str(Path(package.__file__ or "").parent) for package in (tiermem, torch))
 
 
 def network() -> nn.Sequential:
@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
 
 
 class Striker:
-    """Sends this process SIGINT when tiermem's code in the main thread has come to its n-th line."""
+    """Sends this process SIGINT when the code of tiermem and torch in the main thread has come to its n-th line."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -63,11 +63,7 @@ class Striker:
         self.struck: str | None = None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return (
-            self.line
-            if f"{os.sep}tiermem{os.sep}" in frame.f_code.co_filename.replace(str(ROOT), "/tiermem")
-            else None
-        )
+        return self.line if frame.f_code.co_filename.startswith(OURS) else None
 
     def line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
@@ -126,6 +122,7 @@ def test_ctrl_c_at_many_moments_of_a_step(separate: bool, tmp_path: Path, quiet_
         optimizer.zero_grad()
         gc.collect()
         assert [page for page in runtime.table if page.pins] == [], striker.struck
+        assert torch.is_grad_enabled(), striker.struck
         runtime.check()
         loss = train(model, optimizer, x)
         assert loss == loss

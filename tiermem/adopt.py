@@ -166,7 +166,7 @@ class Adoption:
                     self._with_master(
                         group, part, part.master, lambda place, own: own.copy_(place), dirty=False
                     )
-        self._pager.room.collect()
+        self._pager.room.loans.collect()
         if not page.pins:
             self._pager.discard(page)
 

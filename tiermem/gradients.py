@@ -16,7 +16,7 @@ from tiermem.door import Door
 from tiermem.errors import PagingError
 from tiermem.page import Kind, Page
 from tiermem.pager import Pager
-from tiermem.parameter import make_view
+from tiermem.parameter import PagedView
 from tiermem.policies import Phase
 from tiermem.unit import Group, Unit
 from tiermem.views import Views
@@ -152,8 +152,7 @@ class Gradients:
         with self.resident(group, index) as place, self._door:
             page = _page(group)
             page.pins += 1
-            view = make_view(place, self._views.owner)
-            self._views.lend(view, page)
+            view = self._views.lend(place.as_subclass(PagedView), page)
             group.normed[index] = 0
             return view
 
@@ -172,7 +171,7 @@ class Gradients:
             )
         group.landed[index] = group.normed[index] = 0
         if gradient is not None:
-            with torch.no_grad():
+            with self._door.hold(), torch.no_grad():
                 self.land(group, index, gradient)
         elif not any(group.landed):
             self._forget(group)
@@ -209,7 +208,7 @@ class Gradients:
         group.scale = None
         page = _page(group)
         with self._door:
-            self._pager.room.collect()
+            self._pager.room.loans.collect()
             if page.pins:
                 page.spent = False  # somebody looks at it: it stays until the next gradient overwrites it
             else:

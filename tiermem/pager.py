@@ -64,7 +64,7 @@ class Pager:
             BudgetError: what is pinned already leaves no room.
             PagingError: a page is needed on one tier, and a tensor that somebody holds pins it on the other.
         """
-        self.room.collect()
+        self.room.loans.collect()
         moves = self.transfers
         moves.phase = phase
         moves.poll()
@@ -178,7 +178,7 @@ class Pager:
 
     def discard(self, page: Page) -> None:
         """The content is no longer needed: the page is blank again and holds no frame. It must not be pinned."""
-        self.room.collect()
+        self.room.loans.collect()
         assert not page.pins, f"discarding a pinned page: {page!r}"
         if page.state.journey:
             page.leaving = False

@@ -9,10 +9,12 @@ transpose of a weight, say) are :class:`PagedView`: while they live, their page 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+
+from tiermem.loan import borrower_owner
 
 _Tensor: Any = torch.Tensor
 
@@ -88,7 +90,7 @@ class PagedParameter(nn.Parameter):
 
 
 class PagedView(torch.Tensor):
-    """A tensor that looks into a frame; its page stays where it is for as long as it lives."""
+    """A tensor that looks into a frame and holds a loan: its page stays where it is for as long as it lives."""
 
     @classmethod
     def __torch_function__(
@@ -146,7 +148,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         tensors.extend(_paged(tuple(kwargs.values())))
     owner = next((found for tensor in tensors if (found := _owners.get(id(tensor))) is not None), None)
     if owner is None:
-        owner = next((view_owner(tensor) for tensor in tensors if type(tensor) is PagedView), None)
+        owner = next((_view_owner(tensor) for tensor in tensors if type(tensor) is PagedView), None)
     if owner is None:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -180,21 +182,5 @@ def _paged(values: Any) -> Iterator[torch.Tensor]:
             yield from _paged(value.values())
 
 
-_view_owners: dict[int, Owner] = {}
-
-
-def make_view(tensor: torch.Tensor, owner: Owner) -> PagedView:
-    """``tensor`` as a view that asks ``owner`` whenever it is used; undone with :func:`forget_view`."""
-    view: PagedView = tensor.as_subclass(PagedView)
-    _view_owners[id(view)] = owner
-    return view
-
-
-def forget_view(identity: int) -> None:
-    """The view with this ``id`` is gone."""
-    _view_owners.pop(identity, None)
-
-
-def view_owner(tensor: torch.Tensor) -> Owner | None:
-    """Who pages what this view looks into."""
-    return _view_owners.get(id(tensor))
+def _view_owner(tensor: torch.Tensor) -> Owner | None:
+    return cast("Owner | None", borrower_owner(tensor))  # whoever lends a view is one

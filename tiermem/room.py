@@ -7,11 +7,11 @@ that is needed sooner.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from time import perf_counter_ns as now
 
 from tiermem.errors import BudgetError
+from tiermem.loan import Loans
 from tiermem.page import Frame, Kind, Page, State
 from tiermem.table import PageTable
 from tiermem.tier import Tier
@@ -35,18 +35,9 @@ class Room:
         self.waited_ns = 0
         self.counters = transfers.counters
         self._chosen = reason
-        self._handed_back: deque[Page] = deque()  # pins let go of without the lock
+        self.loans = Loans()
         tiers = [self.host] if transfers.device is None else [self.host, transfers.device]
         self._homes = {tier: _homes(table, tier, tier is tiers[-1]) for tier in tiers}
-
-    def hand_back(self, page: Page) -> None:
-        """Let go of one pin from wherever; takes no lock and counts when somebody next looks at pins."""
-        self._handed_back.append(page)
-
-    def collect(self) -> None:
-        """Count the pins that were handed back."""
-        while self._handed_back:
-            self._handed_back.popleft().pins -= 1
 
     def _victims(
         self, tier: Tier, after: int | None = None, but: set[Frame] | None = None
@@ -115,7 +106,7 @@ class Room:
         start = now()
         waited = relocated = False
         while frame is None:
-            self.collect()
+            self.loans.collect()
             window = tier.slab.window(page.nbytes, self._victims(tier))
             if window is not None:
                 for victim in window:

@@ -124,7 +124,7 @@ class Runtime:
                 for index, field in enumerate(group.fields):
                     gradient = field.parameter.grad
                     if gradient is not None and group.trainable:
-                        with torch.no_grad():
+                        with self.door.hold(), torch.no_grad():
                             self.hooks.gradients.land(group, index, gradient.to(group.dtype))
                             given.append((field.parameter, gradient))
         with self.door.hold():
@@ -341,7 +341,7 @@ class Runtime:
     def check(self) -> None:
         """Assert the invariants of all pages and frames (for tests)."""
         with self.door:
-            self.pager.room.collect()
+            self.pager.room.loans.collect()
             self.table.check(self.pager.host.slab, self.pager.device.slab if self.pager.device else None)
 
 

@@ -11,7 +11,6 @@ used by one autograd node, can have a frame overwritten that somebody still read
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +22,7 @@ from tiermem.door import Door
 from tiermem.errors import PagingError
 from tiermem.page import Frame, Page, State
 from tiermem.pager import Pager
-from tiermem.parameter import Owner, disown, forget_view, make_view, own
+from tiermem.parameter import Owner, PagedView, disown, own
 from tiermem.policies import Phase
 from tiermem.tier import Tier
 from tiermem.unit import Group
@@ -112,8 +111,6 @@ class Views:
         tiers = [pager.host] if pager.device is None else [pager.host, pager.device]
         self._slabs = {tier.memory.untyped_storage().data_ptr(): tier for tier in tiers}
         self.closed = False
-        # The id of a handed-out tensor -> what tells its death.
-        self._lent: dict[int, weakref.ref[torch.Tensor]] = {}
 
     # -- parameters ---------------------------------------------------------------------------------------
 
@@ -220,17 +217,10 @@ class Views:
                 self.lend(view, page)
         return view
 
-    def lend(self, tensor: torch.Tensor, page: Page) -> None:
+    def lend(self, tensor: torch.Tensor, page: Page) -> torch.Tensor:
         """Pass one pin of ``page`` on to ``tensor``: it is let go of when the tensor dies."""
-        identity = id(tensor)
-
-        def died(_: Any) -> None:
-            # Anywhere: in a thread that whoever holds the door waits for, too. So this must not lock.
-            self._lent.pop(identity, None)
-            forget_view(identity)
-            self.pager.room.hand_back(page)
-
-        self._lent[identity] = weakref.ref(tensor, died)
+        self.pager.room.loans.lend(tensor, page, self.owner)
+        return tensor
 
     # -- touches from outside of a unit's forward -------------------------------------------------------------
 
@@ -286,7 +276,7 @@ class Views:
                 f"{field.name}.data = a tensor of shape {list(data.shape)} and dtype {data.dtype}; a paged parameter "
                 f"keeps its shape {list(field.size)} and dtype {group.dtype}: close the model to change them"
             )
-        with torch.no_grad():
+        with self.door.hold(), torch.no_grad():  # outside, an interrupt could leave gradients off for good
             self.touch(_Tensor.copy_, (parameter, data), {}, [parameter])
 
     def _wrap(self, result: Any, func: Callable[..., Any]) -> Any:
@@ -300,8 +290,7 @@ class Views:
             with self.door:
                 page = tier.slab.frame_at(int(result.storage_offset()) * result.element_size()).page
                 page.pins += 1
-                view = make_view(result, self.owner)
-                self.lend(view, page)
+                view = self.lend(result.as_subclass(PagedView), page)
                 if func == _GET_DATA:
                     self._wrote_view(view)  # an alias with a version of its own: what it does can't be seen
             return view

@@ -143,9 +143,9 @@ class Adam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update each parameter that has a gradient; ``closure`` is called first, and its loss returned."""
+        # Not under no_grad, whose exit a Ctrl-C can miss, with gradients off for good: detached tensors are worked on.
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -246,7 +246,8 @@ class Adam(Optimizer):
         _refuse_unsupported(p, gradient)
         # The kernel walks memory, so all its spans need one order of elements: that of `values`, which is the
         # parameter itself unless it has gaps.
-        values = p if _is_dense(p) else p.contiguous()
+        own = p.detach()
+        values = own if _is_dense(own) else own.contiguous()
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -255,7 +256,7 @@ class Adam(Optimizer):
         state["exp_avg"] = exp_avg = _ordered_like(values, state["exp_avg"])
         state["exp_avg_sq"] = exp_avg_sq = _ordered_like(values, state["exp_avg_sq"])
         master = self._fresh_master(p, values, state)
-        gradient = _ordered_like(values, gradient.resolve_neg())
+        gradient = _ordered_like(values, gradient.detach().resolve_neg())
 
         step = int(state["step"]) + 1
         self.kernel.update(
@@ -271,10 +272,10 @@ class Adam(Optimizer):
             step=step,
         )
         state["step"].fill_(step)
-        if values is p:
+        if values is own:
             torch.autograd.graph.increment_version(p)  # a graph that saved p must notice, as after any write
         else:
-            p.copy_(values)
+            own.copy_(values)
         self._seen[p] = (p._version, p.data_ptr())
 
     def _fresh_master(self, p: Tensor, values: Tensor, state: dict[str, Any]) -> Tensor | None:

@@ -203,6 +203,25 @@ def reserved(piece: Records, tier: Tier) -> _Integers:
     return change
 
 
+class Kinds:
+    """The kinds of a trace's pages: ``names`` in order, the number behind the last for pages it doesn't list."""
+
+    def __init__(self, trace: TraceFile) -> None:
+        self.names: Sequence[str] = sorted({page.kind for page in trace.pages.values()})
+        numbers = sorted(trace.pages)
+        place = {kind: index for index, kind in enumerate(self.names)}
+        self._pages = np.array(numbers, np.int64)
+        self._kinds = np.array([place[trace.pages[number].kind] for number in numbers], np.int64)
+
+    def of(self, pages: npt.NDArray[Any]) -> _Integers:
+        """The number of the kind of each of ``pages``."""
+        index = np.full(len(pages), len(self.names), np.int64)
+        if len(self._pages):
+            place = np.minimum(np.searchsorted(self._pages, pages), len(self._pages) - 1)
+            index = np.where(self._pages[place] == pages, self._kinds[place], len(self.names))
+        return index
+
+
 def having(piece: Records, events: Sequence[Event]) -> npt.NDArray[np.bool_]:
     """Which records are one of ``events``."""
     wanted = np.zeros(256, np.bool_)
@@ -250,9 +269,7 @@ def _link_name(source: int, target: int) -> str:
 
 def _links(trace: TraceFile) -> list[Link]:
     transfers = _select(trace, _TRANSFERS)
-    kinds = sorted({page.kind for page in trace.pages.values()})
-    numbers = np.array(sorted(trace.pages), np.int64)
-    kind_of_page = np.array([kinds.index(trace.pages[int(number)].kind) for number in numbers], np.int64)
+    kinds = Kinds(trace)
     limits = trace.meta.get("limits")
     found = []
     for source in Tier:
@@ -273,22 +290,17 @@ def _links(trace: TraceFile) -> list[Link]:
                     busy_s=busy_s,
                     bandwidth=nbytes / busy_s if busy_s else 0.0,
                     limit=float(limit) if isinstance(limit, (int, float)) else None,
-                    by_kind=_by_kind(here, numbers, kind_of_page, kinds),
+                    by_kind=_by_kind(here, kinds),
                 )
             )
     return found
 
 
-def _by_kind(
-    transfers: Records, numbers: _Integers, kind_of_page: _Integers, kinds: Sequence[str]
-) -> dict[str, int]:
-    sums = np.zeros(len(kinds) + 1, np.int64)  # the last: pages that the header doesn't list
-    index = np.full(len(transfers), len(kinds))
-    if len(numbers):
-        place = np.minimum(np.searchsorted(numbers, transfers["page"]), len(numbers) - 1)
-        index = np.where(numbers[place] == transfers["page"], kind_of_page[place], len(kinds))
-    np.add.at(sums, index, transfers["nbytes"])
-    return {kind: int(nbytes) for kind, nbytes in zip([*kinds, "unknown"], sums, strict=True) if nbytes}
+def _by_kind(transfers: Records, kinds: Kinds) -> dict[str, int]:
+    sums = np.zeros(len(kinds.names) + 1, np.int64)
+    np.add.at(sums, kinds.of(transfers["page"]), transfers["nbytes"])
+    names = [*kinds.names, "unknown"]
+    return {kind: int(nbytes) for kind, nbytes in zip(names, sums, strict=True) if nbytes}
 
 
 def _requests(trace: TraceFile) -> Requests:
