@@ -47,6 +47,14 @@ def test_one_json_document_on_stdout(small, disk):
     assert figures["steps"] == len(figures["losses"]) == 4
     assert figures["tokens"] == 4 * 2 * 16
     assert figures["bits_per_byte_first"] == pytest.approx(figures["loss_first"] / 0.693147, rel=1e-5)
+    # Four steps: the last loss is the mean of all but the first, and so are the rates.
+    assert figures["steps_in_last_mean"] == 3
+    assert figures["loss_last_mean"] == pytest.approx(sum(figures["losses"][1:]) / 3)
+    after = 3 * figures["seconds_per_step_after_first"]
+    assert figures["tokens_per_second_after_first"] * after == pytest.approx(3 * 2 * 16)
+    assert after < figures["seconds"]
+    assert figures["stall_fraction_after_first"] * after <= figures["stall_seconds"] + 1e-9
+    assert (figures["interrupted"], figures["out_of_time"], figures["seconds_limit"]) == (False, False, None)
     assert (figures["files"], figures["files_skipped"]) == (1, 1)
     assert figures["parameters"] == GPTShape(sequence=16, layers=4, width=32, heads=2).num_parameters
     assert figures["nbytes_paged"] > 0
@@ -73,6 +81,8 @@ def test_for_people(small, disk):
         "nats/byte",
         "bits/byte",
         "tokens/s",
+        "the last is the mean of 3 steps",
+        "a step after the first",
         "of 384.00 KiB",
         "1 skipped",
         "run.trace",
@@ -236,6 +246,16 @@ def test_demo_as_json(run, disk, shrunken):
 def test_demo_stops_in_time(run, disk, shrunken):
     figures = json.loads(run("demo", "--folder", disk, "--seconds", 0, "--json").stdout)
     assert figures["steps"] == 1
+    assert (figures["out_of_time"], figures["seconds_limit"], figures["interrupted"]) == (True, 0, False)
+    assert figures["tokens_per_second_after_first"] is None  # there is only the first
+    said = run("demo", "--folder", disk, "--seconds", 0).stdout
+    assert "steps: 1 of 60, stopped by its time limit of 0 s" in said
+    assert "tokens/s" in said
+
+
+def test_demo_that_ends_with_its_steps_says_nothing_of_time(run, disk, shrunken):
+    figures = json.loads(run("demo", "--folder", disk, "--steps", 1, "--seconds", 0, "--json").stdout)
+    assert (figures["steps"], figures["out_of_time"]) == (1, False)
 
 
 def test_demo_in_a_place_that_is_a_file(run, disk):

@@ -30,7 +30,8 @@ def demo(
     """Train a GPT of 57 million parameters, 0.9 GiB of training state, in 256 MiB of memory.
 
     The text is Python's own standard library, a token is a byte, everything is float32 and on the cpu. It takes about
-    two minutes. Page files are gone afterwards; the trace stays.
+    two minutes; what it prints says when it stopped for the time and not for the steps. Page files are gone afterwards;
+    the trace stays.
     """
     from tiermem.cli import training
     from tiermem.errors import ConfigError, format_bytes
@@ -59,7 +60,7 @@ def demo(
             f"the memory it may take for it {BUDGET}."
         )
     rss_before = training.current_rss()
-    record = training.Record(steps)
+    record = training.Record(steps, seconds_limit=seconds)
     # The module goes out of sight as it is wrapped: nothing but pages is left of it.
     model = TieredModule(
         GPT(shape),
@@ -81,7 +82,7 @@ def demo(
             scheduler=warmup_cosine(optimizer, steps),
             clip=1.0,
         )
-        training.follow(record, reports, training.Progress(steps), seconds)
+        training.follow(record, reports, training.Progress(steps))
         rss_growth = training.peak_rss() - rss_before
         stats = model.stats()
     finally:
@@ -126,7 +127,7 @@ def _print(figures: dict[str, Any]) -> None:
     table.add_row("training state on disk", "0 B", format_bytes(stats["tiers"]["disk"]["in_use"]))
     if figures["steps"]:
         table.add_row("moved between memory and disk", "0 B", format_bytes(figures["nbytes_paged"]))
-        table.add_row("time spent waiting for pages", "0 %", f"{100 * figures['stall_fraction']:.1f} %")
+        table.add_row("time spent waiting for pages", "0 %", training.stalled(figures))
     if figures["rss_growth_nbytes"] is not None:
         grown = format_bytes(figures["rss_growth_nbytes"])
         table.add_row("growth of the whole process, peak", "not measured", grown)

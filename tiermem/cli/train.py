@@ -65,8 +65,9 @@ def train(
 ) -> None:
     """Train a GPT on a text file or folder, paged within a budget.
 
-    A token is a byte: losses are nats per byte. Progress goes to stderr. Ctrl-C ends the run with its summary so far
-    (exit status 130), saves nothing, and leaves no page files behind.
+    A token is a byte: losses are nats per byte. The last loss is the mean of the last tenth of the steps, at least
+    five, and rates leave out the first step, which records the schedule of the others. Progress goes to stderr. Ctrl-C
+    ends the run with its summary so far (exit status 130), saves nothing, and leaves no page files behind.
     """
     from tiermem.cli import training
     from tiermem.errors import ConfigError

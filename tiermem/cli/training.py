@@ -26,38 +26,49 @@ NATS_PER_BIT = math.log(2)
 
 @dataclass
 class Record:
-    """What a run has done so far: its reports, and whether it was broken off."""
+    """What a run has done so far: its reports, and whether Ctrl-C or its time limit in seconds broke it off."""
 
     steps: int
     reports: list[StepReport] = field(default_factory=list)
     interrupted: bool = False
+    seconds_limit: float | None = None
+    out_of_time: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Figures of the run. Losses in nats and bits per byte, times in seconds, sizes in bytes.
 
-        One batch says little, so the last loss is the mean of the last tenth of the steps, at least five. Rates leave
-        the first step out when there are others: it records the schedule that the others follow.
+        One batch says little, so the last loss is a mean: of the last tenth of the steps, at least five. Rates are
+        those after the first step, which records the schedule that the others follow; None when it is the only one.
         """
         reports = self.reports
-        if not reports:
-            return {"steps": 0, "steps_asked": self.steps, "interrupted": self.interrupted}
-        steady = reports[1:] or reports
-        seconds = sum(each.seconds for each in steady)
-        last = _mean_loss(reports[1:][-max(5, len(reports) // 10) :] or reports)
-        return {
+        figures: dict[str, Any] = {
             "steps": len(reports),
             "steps_asked": self.steps,
             "interrupted": self.interrupted,
+            "seconds_limit": self.seconds_limit,
+            "out_of_time": self.out_of_time,
+        }
+        if not reports:
+            return figures
+        last = reports[1:][-max(5, len(reports) // 10) :] or reports
+        last_loss = sum(each.loss for each in last) / len(last)
+        after = reports[1:]
+        seconds = sum(each.seconds for each in after)
+        tokens, stalled = sum(each.num_tokens for each in after), sum(each.stall_seconds for each in after)
+        return {
+            **figures,
             "loss_first": reports[0].loss,
-            "loss_last": last,
+            "loss_last_mean": last_loss,
             "bits_per_byte_first": reports[0].loss / NATS_PER_BIT,
-            "bits_per_byte_last": last / NATS_PER_BIT,
+            "bits_per_byte_last_mean": last_loss / NATS_PER_BIT,
+            "steps_in_last_mean": len(last),
             "losses": [each.loss for each in reports],
             "tokens": sum(each.num_tokens for each in reports),
-            "tokens_per_second": sum(each.num_tokens for each in steady) / seconds,
             "seconds": sum(each.seconds for each in reports),
-            "seconds_per_step": seconds / len(steady),
-            "stall_fraction": sum(each.stall_seconds for each in steady) / seconds,
+            "stall_seconds": sum(each.stall_seconds for each in reports),
+            "tokens_per_second_after_first": tokens / seconds if after else None,
+            "seconds_per_step_after_first": seconds / len(after) if after else None,
+            "stall_fraction_after_first": stalled / seconds if after else None,
             "nbytes_paged": sum(each.nbytes_paged for each in reports),
         }
 
@@ -106,10 +117,8 @@ class Progress:
             print(f"step {report.number}/{self._steps}: {text}", file=sys.stderr, flush=True)
 
 
-def follow(
-    record: Record, reports: Iterable[StepReport], progress: Progress | None, seconds: float | None = None
-) -> None:
-    """Run a training to its end, or to Ctrl-C, or for ``seconds``; what was done is in ``record``."""
+def follow(record: Record, reports: Iterable[StepReport], progress: Progress | None) -> None:
+    """Run a training to its end, or to Ctrl-C, or to the record's time limit; what was done is in ``record``."""
     began = time.monotonic()
     with progress or contextlib.nullcontext():
         try:
@@ -117,7 +126,9 @@ def follow(
                 record.reports.append(report)
                 if progress is not None:
                     progress.show(report)
-                if seconds is not None and time.monotonic() - began > seconds:
+                limit = record.seconds_limit
+                if limit is not None and time.monotonic() - began > limit:
+                    record.out_of_time = len(record.reports) < record.steps
                     break
         except KeyboardInterrupt:
             record.interrupted = True
@@ -151,18 +162,26 @@ def rows(figures: dict[str, Any], stats: dict[str, Any] | None) -> Iterator[tupl
     """A run's figures for people: what, and how much."""
     asked = figures["steps_asked"]
     steps = f"{figures['steps']}" + (f" of {asked}" if figures["steps"] != asked else "")
+    if figures["out_of_time"]:
+        steps += f", stopped by its time limit of {figures['seconds_limit']:g} s"
     yield "steps", steps + (", interrupted" if figures["interrupted"] else "")
+    alone = figures["steps"] == 1
     if figures["steps"]:
+        mean = "" if alone else f"; the last is the mean of {_steps(figures['steps_in_last_mean'])}"
         yield (
             "loss",
-            f"{figures['loss_first']:.3f} → {figures['loss_last']:.3f} nats/byte "
-            f"({figures['bits_per_byte_first']:.3f} → {figures['bits_per_byte_last']:.3f} bits/byte)",
+            f"{figures['loss_first']:.3f} → {figures['loss_last_mean']:.3f} nats/byte "
+            f"({figures['bits_per_byte_first']:.3f} → {figures['bits_per_byte_last_mean']:.3f} bits/byte{mean})",
         )
-        yield (
-            "speed",
-            f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['seconds_per_step']:.2f} s a step, "
-            f"{figures['seconds']:.0f} s in all",
-        )
+        seconds = figures["seconds"]
+        if alone:
+            yield "speed", f"{figures['tokens'] / seconds:,.0f} tokens/s, {seconds:.2f} s in all"
+        else:
+            yield (
+                "speed",
+                f"{figures['tokens_per_second_after_first']:,.0f} tokens/s and "
+                f"{figures['seconds_per_step_after_first']:.2f} s a step after the first, {seconds:.0f} s in all",
+            )
     if stats is not None and figures["steps"]:
         nbytes = figures["nbytes_paged"]
         yield (
@@ -170,12 +189,18 @@ def rows(figures: dict[str, Any], stats: dict[str, Any] | None) -> Iterator[tupl
             f"{format_bytes(nbytes)} ({format_bytes(nbytes // figures['steps'])} a step, "
             f"{format_rate(nbytes / figures['seconds'])})",
         )
-        yield "stalled", f"{100 * figures['stall_fraction']:.1f} % of the time"
+        yield "stalled", f"{stalled(figures)} of the time{'' if alone else ' after the first step'}"
     if stats is not None:
         for name, tier in stats["tiers"].items():
             if tier["peak"]:
                 yield f"{name} peak", f"{format_bytes(tier['peak'])} of {format_bytes(tier['budget'])}"
         yield "state", f"{format_bytes(stats['state_nbytes'])} in pages"
+
+
+def stalled(figures: dict[str, Any]) -> str:
+    """What part of a run was spent waiting for pages: after the first step, or in it when it is the only one."""
+    part = figures["stall_fraction_after_first"]
+    return f"{100 * (figures['stall_seconds'] / figures['seconds'] if part is None else part):.1f} %"
 
 
 def peak_rss() -> int:
@@ -204,5 +229,5 @@ def _status(name: str) -> int:
     raise AssertionError(f"/proc/self/status has no {name}")
 
 
-def _mean_loss(reports: list[StepReport]) -> float:
-    return sum(each.loss for each in reports) / len(reports)
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
