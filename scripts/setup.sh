@@ -29,4 +29,6 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
 "${pip[@]}" install --upgrade pip
 # torch first and from the constraints: anything that depends on a bare "torch" would pull a CUDA build.
 "${pip[@]}" install -c constraints.txt "setuptools>=77" "cffi>=1.17" numpy torch
-"${pip[@]}" install -c constraints.txt --no-build-isolation -e ".[dev]"
+# setuptools warns of a folder with the package's name wherever one is installed so; here that folder is the package.
+PYTHONWARNINGS="${PYTHONWARNINGS:+$PYTHONWARNINGS,}ignore:Editable installation" \
+  "${pip[@]}" install -c constraints.txt --no-build-isolation -e ".[dev]"
