@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tiermem.aio import Speed
+from tiermem.aio.memory import Memory
 from tiermem.cli import app, machine
 from tiermem.cli.machine import Verdict
 
@@ -113,40 +114,11 @@ def test_a_speed_through_the_page_cache_says_so(monkeypatch, tmp_path):
 
 
 def test_a_cgroups_limit_counts(monkeypatch):
-    monkeypatch.setattr(machine, "_cgroup_free", lambda: 1 << 20)
+    monkeypatch.setattr(machine, "look", lambda: Memory(1 << 30, 1 << 29, 2 << 20, 1 << 20))
     finding = machine.memory()
-    assert finding.figures["free"] == 1 << 20
+    assert finding.figures == {"total": 1 << 30, "free": 1 << 20, "limit": 2 << 20}
     assert "1.00 MiB of it for this process" in finding.found
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "free"),
-    [
-        ("0::/a/b\n", {"a/memory.max": "100", "a/memory.current": "40"}, 60),
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/b/memory.current": "40"}, None),
-        ("0::/a\n", {"memory.max": "100", "memory.current": "400"}, 0),
-        ("0::/\n", {}, None),
-        (
-            "3:cpu,memory:/a\n",
-            {"memory/a/memory.limit_in_bytes": "90", "memory/a/memory.usage_in_bytes": "50"},
-            40,
-        ),
-        (
-            "3:memory:/a\n",
-            {"memory/a/memory.limit_in_bytes": "9223372036854771712", "memory/a/memory.usage_in_bytes": "5"},
-            None,
-        ),
-    ],
-)
-def test_limits_of_cgroups(monkeypatch, tmp_path, membership, files, free):
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    own = tmp_path / "self"
-    own.write_text(membership)
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "OWN_CGROUP", own)
-    assert machine._cgroup_free() == free
+    assert "is 819.20 KiB" in finding.consequence
 
 
 def test_small_pages(monkeypatch, tmp_path):

@@ -64,6 +64,13 @@ def test_one_json_document_on_stdout(small, disk):
     assert list((disk / "pages").iterdir()) == []
 
 
+def test_a_device_budget_without_a_device_is_said(run, text, disk, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("train", text, *SMALL, "--steps", 1, "--disk-path", disk, "--device-budget", "1GiB")
+    assert result.exit_code == 0, result.output
+    assert "device.budget: 1GiB is not used" in caplog.text  # Python prints what is logged on stderr
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unpaged_is_the_same_run(small, dtype):
     options = ["--json", "--dtype", dtype, "--accumulate", "2", "--tied"]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.aio.memory import Memory
 from tiermem.device import StandInDevice
 from tiermem.trainer import AdamW
 
@@ -114,7 +115,44 @@ def test_what_a_device_of_its_own_can_t_keep_is_refused() -> None:
 def test_a_budget_beyond_the_machine_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiermem.runtime.available_nbytes", lambda: 1000)
+    monkeypatch.setattr("tiermem.runtime.look", lambda: Memory(2000, 1000, None, None))
     with tiermem.TieredModule(network(), CONFIG):
         pass
-    assert "host.budget" in caplog.text
+    assert "host.budget allows 1.00 MiB" in caplog.text
+    assert "1000 B of memory are available" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(None, "this machine has 64.00 MiB"), (48 << 20, "this process's cgroup may have 48.00 MiB")],
+)
+def test_a_budget_that_bounds_nothing_is_said(
+    limit: int | None, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiermem.runtime.look", lambda: Memory(64 << 20, 40 << 20, limit, limit))
+    monkeypatch.setattr("tiermem.runtime.available_nbytes", lambda: 40 << 20)
+    for budget, said in (("1MiB", False), ("100%", False), ("65MiB", True)):
+        caplog.clear()
+        with tiermem.TieredModule(network(), CONFIG | {"host": {"budget": budget}}):
+            assert bool(caplog.text) is said, caplog.text
+    assert "host.budget is 65.00 MiB" in caplog.text
+    assert words in caplog.text
+
+
+def test_a_device_budget_without_a_device_of_its_own_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = {"device": {"budget": "20GiB"}, "host": {"budget": "1MiB"}}
+    with tiermem.TieredModule(network(), config):
+        pass
+    assert "device.budget: 20GiB is not used: cpu is the device here" in caplog.text
+    assert "host.budget, 1.00 MiB" in caplog.text
+    caplog.clear()
+    with tiermem.TieredModule(network(), {"device": {"kind": "auto"}, "host": {"budget": "1MiB"}}):
+        pass
+    with tiermem.TieredModule(
+        network(), {"device": {"budget": "1MiB"}, "host": {"budget": "1MiB"}}, device=StandInDevice()
+    ):
+        pass
+    assert caplog.text == ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tiermem.aio.memory import Memory
 from tiermem.errors import BudgetError, format_bytes
 from tiermem.page import ALIGNMENT, Page
 from tiermem.table import PageTable
@@ -134,6 +135,22 @@ def require(tier: str, capacity: int, need: Need, smallest: Need, overhead: int 
             "this model's pages",
             need.arithmetic + note,
         )
+
+
+def beyond(asked: int, taken: int, memory: Memory) -> str | None:
+    """What is to be said of a host budget of ``asked`` bytes of which pages will take ``taken``; None if nothing."""
+    if taken > memory.free:
+        return (
+            f"host.budget allows {format_bytes(asked)}, this model's pages will take {format_bytes(taken)} of it, and "
+            f"{format_bytes(memory.free)} of memory are available: the system may kill the process; set a smaller one"
+        )
+    if asked > memory.most:
+        whose = "this machine has" if memory.most == memory.total else "this process's cgroup may have"
+        return (
+            f"host.budget is {format_bytes(asked)}, and {whose} {format_bytes(memory.most)} of memory: nothing is "
+            f"bounded by it (this model's pages will take {format_bytes(taken)})"
+        )
+    return None
 
 
 def _sum(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tiermem.aio.memory import look
 from tiermem.errors import ConfigError
 
 _cuda: Any = torch.cuda  # partly without types
@@ -206,9 +207,5 @@ def open_device(kind: str) -> Device:
 
 
 def available_nbytes() -> int:
-    """Bytes of RAM that can be had without paging anything out, as the kernel estimates it."""
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable line")
+    """Bytes of RAM that this process can have without paging anything out, as the kernel and its cgroups say."""
+    return look().free

@@ -16,6 +16,7 @@ from torch import nn
 from tiermem import budget
 from tiermem.adopt import Adoption
 from tiermem.aio import Buffer, Queue, open_queue
+from tiermem.aio.memory import look
 from tiermem.config import Config, Size
 from tiermem.config import Tier as TierName
 from tiermem.device import Device, available_nbytes, open_device
@@ -79,11 +80,13 @@ class Runtime:
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
         capacity, device_capacity = self._cut(net, dtype)
         total = sum(page.nbytes for page in self.table)
-        if min(capacity, total) > (free := available_nbytes()):
+        note = budget.beyond(self.budgets["host"], min(capacity, total), look())
+        self.notes.extend([note] if note else [])
+        if unified and "budget" in config.device.model_fields_set:
+            # kind = "cpu" refuses it; under "auto" one policy file may serve machines with CUDA and without.
             self.notes.append(
-                f"host.budget allows {format_bytes(capacity)}, this model's pages will take "
-                f"{format_bytes(min(capacity, total))} of it, and {format_bytes(free)} of memory are available: "
-                "the system may kill the process; set a smaller budget"
+                f"device.budget: {config.device.budget} is not used: {self.device.name} is the device here, modules "
+                f"compute from host memory, and host.budget, {format_bytes(self.budgets['host'])}, is what bounds them"
             )
         device_tier = None
         if device_capacity is not None:

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from tiermem.aio import HUGE_NBYTES, File, measure, open_queue
+from tiermem.aio.memory import look
 from tiermem.cli.output import format_rate
 from tiermem.errors import format_bytes
 
 SPEED_NBYTES = 256 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
 _RAM_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-_UNLIMITED = 1 << 62  # of a cgroup: "max" in version 2, some number near 2**63 in version 1
 
 
 class Verdict(enum.Enum):
@@ -117,21 +115,18 @@ def memory() -> Finding:
     """The memory there is and the memory that is free, a cgroup's limit included."""
     from tiermem.config.sections import HostSection
 
-    facts = _meminfo()
-    total, free = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
-    limit = _cgroup_free()
-    found = f"{format_bytes(total)}, {format_bytes(free)} free"
-    if limit is not None and limit < free:
-        found += f", {format_bytes(limit)} of it for this process (its cgroup's limit)"
-        free = limit
+    there = look()
+    found = f"{format_bytes(there.total)}, {format_bytes(there.available)} free"
+    if there.free < there.available:
+        found += f", {format_bytes(there.free)} of it for this process (its cgroup's limit)"
     percent = HostSection().budget.percent or 0
-    budget = format_bytes(int(free * percent / 100))
+    budget = format_bytes(int(there.free * percent / 100))
     return Finding(
         "memory",
         Verdict.GOOD,
         found,
         f"the default [host] budget, {percent:g} % of what is free, is {budget}",
-        {"total": total, "free": free},
+        {"total": there.total, "free": there.free, "limit": there.limit},
     )
 
 
@@ -261,41 +256,6 @@ def disk_speed(folder: Path) -> Finding:
         f"1 GiB takes {gib / speed.read:.2f} s to read and {gib / speed.write:.2f} s to write",
         {"read": speed.read, "write": speed.write, "direct": speed.direct, "engine": speed.engine},
     )
-
-
-def _meminfo() -> dict[str, int]:
-    facts = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        facts[name] = int(rest.split()[0]) * 1024
-    return facts
-
-
-def _cgroup_free() -> int | None:
-    """Bytes this process's cgroup may still take, None without a limit."""
-    try:
-        lines = OWN_CGROUP.read_text().splitlines()
-    except OSError:
-        return None
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, usage = CGROUPS, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # A limit of any group above counts too. Inside a container the path may be the host's, then only
-        # the root is there.
-        here = root / path.lstrip("/")
-        for group in (here, *here.parents):
-            most, used = _number(group / limit), _number(group / usage)
-            if most is not None and used is not None and most < _UNLIMITED:
-                found.append(max(most - used, 0))
-            if group == root:
-                break
-    return min(found, default=None)
 
 
 def _number(path: Path) -> int | None:

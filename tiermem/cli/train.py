@@ -49,7 +49,7 @@ def train(
         Path | None, typer.Option(help="A policy file; the options below go before it.")
     ] = None,
     host_budget: Annotated[str | None, typer.Option(help='[host] budget, such as "512MiB".')] = None,
-    device_budget: Annotated[str | None, typer.Option(help="[device] budget.")] = None,
+    device_budget: Annotated[str | None, typer.Option(help="[device] budget, where there is CUDA.")] = None,
     disk_path: Annotated[
         list[Path] | None, typer.Option(help="[disk] paths; may be given several times.")
     ] = None,

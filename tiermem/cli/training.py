@@ -167,7 +167,8 @@ def rows(figures: dict[str, Any], stats: dict[str, Any] | None) -> Iterator[tupl
     yield "steps", steps + (", interrupted" if figures["interrupted"] else "")
     alone = figures["steps"] == 1
     if figures["steps"]:
-        mean = "" if alone else f"; the last is the mean of {_steps(figures['steps_in_last_mean'])}"
+        count = figures["steps_in_last_mean"]
+        mean = f"; the last is the mean of {count} steps" if count > 1 else ""
         yield (
             "loss",
             f"{figures['loss_first']:.3f} → {figures['loss_last_mean']:.3f} nats/byte "
@@ -227,7 +228,3 @@ def _status(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(f"/proc/self/status has no {name}")
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"

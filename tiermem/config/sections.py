@@ -117,7 +117,7 @@ class DeviceSection(Section):
         Size,
         _key(
             "The most device memory that pages may take. What is left serves activations and the framework. "
-            'Can\'t be given with `kind = "cpu"`.',
+            'Can\'t be given with `kind = "cpu"`; with `"auto"` and no CUDA it isn\'t used, and a note says so.',
             A_SIZE,
             ["20GiB", "80%"],
         ),
@@ -129,7 +129,12 @@ class HostSection(Section):
 
     budget: Annotated[
         Size,
-        _key("The most memory that pages may take on the host.", A_SIZE, ["48GiB", "512MiB", "50%"]),
+        _key(
+            "The most memory that pages may take on the host. What is free, for a percentage, is what the kernel calls "
+            "available, within the limits of the process's cgroups.",
+            A_SIZE,
+            ["48GiB", "512MiB", "50%"],
+        ),
     ] = Size(percent=80)
     pinned: Annotated[
         Literal["auto"] | bool,
