@@ -77,3 +77,35 @@ def test_the_commands_are_there(command):
     from tiermem.cli import app
 
     assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0
+
+
+def test_the_lines_on_checkpoints_save_and_load(names):
+    save, load = fenced((ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8"), "python")
+    (example,) = fenced(README, "python")
+    exec(example.replace("model.close()", "pass"), names)
+    exec(save, names)
+    saved = {name: value.clone() for name, value in names["model"].state_dict().items()}
+    with torch.no_grad():
+        for parameter in names["model"].parameters():
+            parameter.zero_()
+    exec(load, names)
+    assert all(torch.equal(value, saved[name]) for name, value in names["model"].state_dict().items())
+    names["model"].close()
+
+
+def test_the_lines_on_traces_run(names, tmp_path):
+    from typer.testing import CliRunner
+
+    from tiermem.cli import app
+
+    text = (ROOT / "docs" / "trace.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ tiermem (trace (?:summary|export) .*?)(?: *#.*)?$", text, re.MULTILINE)
+    assert len(lines) >= 3
+    (trace,) = fenced(text, "toml")
+    with (tmp_path / "policy.toml").open("a") as policy:
+        policy.write(trace)
+    exec(fenced(README, "python")[0], names)
+    for line in lines:
+        done = CliRunner().invoke(app, line.split())
+        assert done.exit_code == 0, (line, done.output)
+    assert (tmp_path / "run.json.gz").stat().st_size > 0
