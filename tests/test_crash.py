@@ -166,6 +166,78 @@ def test_ctrl_c_in_forward_costs_nothing(tmp_path: Path, quiet_collector: None) 
         assert torch.equal(mine, yours)
 
 
+def by_itself(net: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = net(x)
+    return y
+
+
+def by_hand(net: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for module in net:
+        x = module(x)
+    return x
+
+
+def offloaded(net: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """In a context for autograd's saved tensors of the user's own."""
+    with torch.autograd.graph.save_on_cpu():
+        y: torch.Tensor = net(x)
+        return y
+
+
+@pytest.mark.parametrize("then", [by_itself, offloaded, by_hand])
+@pytest.mark.parametrize("call", [by_itself, offloaded, by_hand])
+def test_what_ctrl_c_left_of_the_modules_own_call_is_undone_by_the_next(
+    call: Any, then: Any, tmp_path: Path, quiet_collector: None
+) -> None:
+    x = torch.randn(4, WIDTH)
+    plain, net = network(), network()
+    model = wrap(net, tmp_path)
+    hooks = model._runtime.hooks
+    ours, theirs = AdamW(model.parameters(), lr=1e-3), AdamW(plain.parameters(), lr=1e-3)
+    with Striker(-1) as whole:
+        call(net, x)
+    struck = 0
+    for n in range(10):
+        try:
+            with Striker(1 + n * whole.lines // 10):
+                call(net, x)
+        except KeyboardInterrupt:
+            struck += 1
+        model._runtime.check()
+        loss, expected = then(net, x).square().sum(), plain(x).square().sum()
+        assert torch.equal(loss, expected)
+        assert (hooks._passes, hooks._entered) == ([], [])
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        for optimizer, each in ((ours, loss), (theirs, expected)):
+            each.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        model._runtime.check()
+        assert [page for page in model._runtime.table if page.pins] == []
+    assert struck > 5
+    model.close()
+    for mine, yours in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+
+
+def test_what_ctrl_c_left_is_undone_by_zero_grad_too(tmp_path: Path) -> None:
+    net = network()
+    model = wrap(net, tmp_path)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = net[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        net(torch.randn(4, WIDTH))
+    assert any(page.pins for page in model._runtime.table)
+    model.zero_grad()
+    assert [page for page in model._runtime.table if page.pins] == []
+    handle.remove()
+    model.close()
+
+
 def test_ctrl_c_while_wrapping_costs_no_parameter(tmp_path: Path, quiet_collector: None) -> None:
     values = network().state_dict()
     with Striker(-1) as whole:

@@ -7,10 +7,12 @@ produced. What escapes the hooks is caught by :mod:`tiermem.views`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from time import perf_counter_ns as now
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,8 +49,7 @@ class Hooks:
         self.gradients = Gradients(units, pager, door, self.views)
         self._handles: list[Any] = []
         self._passes: list[_Pass] = []  # forwards of the whole model that run
-        # Forward: units entered and not left, when, and the saved-tensor hooks that they brought.
-        self._entered: list[tuple[Unit, int, Any]] = []
+        self._entered: list[_Entry] = []  # forwards of units that run
         self._open: list[tuple[Unit, list[Page], int]] = []  # backward: the same, with the pages pinned
         self._in_backward = False
         self._resident_pages: list[Page] = []  # pinned while the resident unit is held
@@ -91,11 +92,31 @@ class Hooks:
         self.views.closed = True
 
     def unwind(self) -> None:
-        """Leave every unit that was entered and not left, because an error or Ctrl-C broke off the step."""
+        """Leave every unit that was entered and not left, whoever runs."""
         with self.door:
             self.abort_pass()
+            self._end_backward()
+
+    def _leave_broken(self) -> None:
+        """Leave what was entered and will not be left, because an error or Ctrl-C broke it off. Under the door.
+
+        Python calls no forward hook for a KeyboardInterrupt, and no hook of backward's for any error; so this is for
+        whoever comes next. A forward whose call is still on a stack is one around the caller, or another thread's.
+        """
+        if torch._C._current_graph_task_id() == -1:  # not in a backward
             self._close_backward()
             self._in_backward = False
+        left: list[Any] = []
+        while self._passes or self._entered:
+            depth = self._passes[-1].depth if self._passes else 0
+            last = self._entered[-1] if len(self._entered) > depth else self._passes[-1]
+            if _runs(last.caller):
+                break
+            if isinstance(last, _Entry):
+                left.append(self._leave_forward())
+            else:
+                left += self._end_pass()
+        self.views.stop_saving(left)
 
     def begin_copying(self, *_: Any) -> None:
         """A ``state_dict`` call begins: what it takes of parameters is copied."""
@@ -120,13 +141,10 @@ class Hooks:
     def _before_pass(self, module: nn.Module, args: Any) -> None:
         training = torch.is_grad_enabled()
         with self.door:
-            if torch._C._current_graph_task_id() == -1:
-                # Not in a backward: what one left open was broken off by an error.
-                self._close_backward()
-                self._in_backward = False
+            self._leave_broken()
             if not self._passes:
                 self.steps.begin_pass(training)
-            self._passes.append(_Pass(training, len(self._entered), self.views))
+            self._passes.append(_Pass(training, len(self._entered), self.views, sys._getframe(1)))
             self.hold_resident(training)
             self._passes[-1].begin(self.units[0].uses)
             self.pager.pump()
@@ -134,21 +152,26 @@ class Hooks:
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         with self.door:
             if self._passes:
-                self._end_pass()
+                self.views.stop_saving(self._end_pass())
 
-    def _end_pass(self) -> None:
+    def _end_pass(self) -> list[Any]:
+        """Returns what :meth:`Views.stop_saving` is to be told."""
         ended = self._passes.pop()
+        left = []
         while len(self._entered) > ended.depth:
-            self._leave_forward()
-        ended.end()
+            left.append(self._leave_forward())
+        left.append(ended.end())
         if not self._passes:
             self.steps.end_pass(ended.training)
+        return left
 
     def abort_pass(self) -> None:
         """End the forwards that run, after an exception that no hook was called for."""
         with self.door:
+            left = []
             while self._passes:
-                self._end_pass()
+                left += self._end_pass()
+            self.views.stop_saving(left)
 
     def hold_resident(self, training: bool) -> None:
         """Pin the resident unit's pages until :meth:`release_resident`."""
@@ -161,6 +184,7 @@ class Hooks:
     def release_resident(self) -> None:
         """Let go of the resident unit's pages: the optimizer will change them, or nobody needs its gradients."""
         with self.door:
+            self._leave_broken()
             pages, self._resident_pages = self._resident_pages, []
             self.pager.unpin(pages)
 
@@ -168,6 +192,7 @@ class Hooks:
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         with self.door:
+            self._leave_broken()
             self.steps.access(Access(unit.number, Phase.FORWARD), self._numbers[unit.number])
             self.pager.fault(unit.pages, Phase.FORWARD, unit.number)
             for group in unit.uses:
@@ -176,29 +201,29 @@ class Hooks:
             saving = self.views.saving()
             if saving is not None:
                 saving.__enter__()
-            self._entered.append((unit, now(), saving))
+            self._entered.append(_Entry(unit, now(), saving, sys._getframe(1)))
             self.pager.pump()
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         with self.door:
             # A fault that failed in the pre-hook ends up here too, without having entered.
-            if not self._entered or self._entered[-1][0] is not unit:
+            if not self._entered or self._entered[-1].unit is not unit:
                 return
-            self._leave_forward()
+            self.views.stop_saving([self._leave_forward()])
         if torch.is_grad_enabled():
             for node in _nodes(output):
                 node.register_prehook(self._enters[unit.number])
             for node in _nodes((args, kwargs)):
                 node.register_prehook(self._leaves[unit.number])
 
-    def _leave_forward(self) -> None:
-        unit, start, saving = self._entered.pop()
-        if saving is not None:
-            saving.__exit__(None, None, None)
+    def _leave_forward(self) -> Any:
+        """Returns what :meth:`Views.stop_saving` is to be told."""
+        unit, start, saving, _ = self._entered.pop()
         for group in unit.uses:
             self.views.close(group)
         self.pager.unpin(unit.pages)
         self.trace.record(Event.COMPUTE, start, now() - start, unit.number, phase=Phase.FORWARD)
+        return saving
 
     # -- backward -----------------------------------------------------------------------------------------
 
@@ -287,12 +312,22 @@ class Hooks:
         self.gradients.forget(only)
 
 
-class _Pass:
-    """One forward of the whole model: was it a training one, and how many units had been entered before it."""
+class _Entry(NamedTuple):
+    """One forward of a unit: since when, the saved-tensor hooks that it brought, and the call that makes it."""
 
-    def __init__(self, training: bool, depth: int, views: Views) -> None:
+    unit: Unit
+    start: int
+    saving: Any
+    caller: FrameType
+
+
+class _Pass:
+    """One forward of the whole model: was it a training one, how many units had been entered before it, who calls."""
+
+    def __init__(self, training: bool, depth: int, views: Views, caller: FrameType) -> None:
         self.training = training
         self.depth = depth
+        self.caller = caller
         self._views = views
         self._groups: Sequence[Group] = ()
         self._saving: Any = None
@@ -307,12 +342,20 @@ class _Pass:
             saving.__enter__()
         self._saving = saving
 
-    def end(self) -> None:
-        """Undo what :meth:`begin` did, as far as it came."""
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
+    def end(self) -> Any:
+        """Undo what :meth:`begin` did, as far as it came; returns what :meth:`Views.stop_saving` is to be told."""
         for group in self._groups:
             self._views.close(group)
+        return self._saving
+
+
+def _runs(call: FrameType) -> bool:
+    """Is this call on the stack of some thread? If not, what it held is let go of."""
+    try:
+        call.clear()
+    except RuntimeError:  # which is what Python refuses an executing frame with
+        return True
+    return False
 
 
 def _nodes(tree: Any) -> list[Any]:

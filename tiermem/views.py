@@ -11,7 +11,7 @@ used by one autograd node, can have a frame overwritten that somebody still read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -82,14 +82,14 @@ class Foreign:
     """Our saved-tensor hooks on top of somebody else's: theirs see ordinary tensors, and stand-ins for frames."""
 
     def __init__(self, views: Views, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-        self._views = views
-        self._pack = pack
+        self.views = views
+        self.theirs = pack
         self._unpack = unpack
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What they keep of the tensor."""
-        saved = self._views.locate(tensor)
-        return self._pack(tensor if saved is None else StandIn.of(saved, self._views, tensor))
+        saved = self.views.locate(tensor)
+        return self.theirs(tensor if saved is None else StandIn.of(saved, self.views, tensor))
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor that they give back, or the one that they kept a stand-in for."""
@@ -168,6 +168,28 @@ class Views:
             return None
         foreign = Foreign(self, pack, unpack)
         return torch.autograd.graph.saved_tensors_hooks(foreign.pack, foreign.unpack)
+
+    def stop_saving(self, left: Sequence[Any]) -> None:
+        """End contexts that :meth:`saving` gave, Nones among them, and no others.
+
+        They need not be the last that were begun: what a Ctrl-C broke off ends when somebody comes by, maybe inside a
+        context of theirs. And when a context around ours was broken off as well, its exit, which only counts, took ours
+        off and left its own: then that one goes.
+        """
+        ended = [context for context in left if context is not None]
+        mine = [context.pack_hook for context in ended]
+        mine += [pack.__self__.theirs for pack in mine if isinstance(pack.__self__, Foreign)]
+        get_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+        above = []
+        num_left = len(ended)
+        while num_left and (top := get_top(False)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            if top[0] in mine:
+                num_left -= 1
+            else:
+                above.append(top)
+        for pack, unpack in reversed(above):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
     def locate(self, tensor: torch.Tensor) -> Saved | None:
         """Where in its page a tensor is; None when it doesn't look into a frame."""
