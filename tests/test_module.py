@@ -19,6 +19,7 @@ import tiermem
 from tests.conftest import Wrap
 from tests.models import BY_NAME, GPT, ConvNet
 from tests.parity import adamw, assert_equal, assert_same, build, reference, same, train, wrap_in
+from tiermem.trainer import AdamW
 
 GPT_CASE = BY_NAME["gpt"]
 
@@ -291,6 +292,26 @@ def test_training_without_the_wrapper_s_forward(way: str, three: bool, wrap: Wra
     plain = build(case)
     model = wrap(build(case), host="smallest", device="smallest", three=three)
     assert_equal(train(plain, adamw(plain), case), train(model, adamw(model), case))
+
+
+@pytest.mark.parametrize("three", [False, True], ids=["cpu", "three-tiers"])
+def test_a_model_that_calls_another_wrapped_one(three: bool, wrap: Wrap) -> None:
+    class Outer(GPT):
+        def hidden(self, tokens: Tensor) -> Tensor:
+            x: Tensor = super().hidden(tokens) + inner[0].hidden(tokens)
+            return x * inner[0](tokens).mean()
+
+    inner: list[Any] = []  # where nobody looks for submodules
+    ends = []
+    for wrapped in (False, True):
+        nets = [build(GPT_CASE._replace(build=each)) for each in (GPT, Outer)]
+        if wrapped:
+            nets = [wrap(net, host="smallest", device="smallest", three=three) for net in nets]
+        inner[:] = nets[:1]
+        optimizer = AdamW([p for net in nets for p in net.parameters()], lr=1e-2)
+        ends.append(train(nets[1], optimizer, GPT_CASE, steps=3))
+        ends[-1].state.update({f"inner.{name}": value for name, value in nets[0].state_dict().items()})
+    assert_equal(*ends)
 
 
 def test_hooks_of_the_user_s_own(wrap: Wrap) -> None:

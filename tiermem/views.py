@@ -157,14 +157,16 @@ class Views:
     def saving(self) -> Any:
         """A context in which autograd saves through us; None where it does already.
 
-        Hooks of somebody else (checkpointing, offloading) that are in place go on seeing what is saved.
+        Hooks of somebody else that are in place (checkpointing, offloading, another wrapped model that calls this one)
+        go on seeing what is saved.
         """
         get_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
         top = get_top(False)
         if top is None:
             return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         pack, unpack = top
-        if isinstance(getattr(pack, "__self__", None), Views | Foreign):
+        whose = getattr(pack, "__self__", None)
+        if whose is self or (isinstance(whose, Foreign) and whose.views is self):
             return None
         foreign = Foreign(self, pack, unpack)
         return torch.autograd.graph.saved_tensors_hooks(foreign.pack, foreign.unpack)
