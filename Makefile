@@ -12,7 +12,7 @@ C_SOURCES := $(wildcard aio/*.c aio/*.h aio/_build.py trainer/*.c trainer/*.h tr
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(C_SOURCES) scripts/setup.sh
+$(STAMP): pyproject.toml setup.py constraints.txt $(C_SOURCES) scripts/setup.sh scripts/install.sh
 	PYTHON=$(PYTHON) scripts/setup.sh $(VENV)
 	@touch $@
 
@@ -20,6 +20,7 @@ demo: setup
 	$(BIN)/tiermem demo
 
 test: setup
+	scripts/browser.sh
 	$(BIN)/python -m pytest
 
 lint: setup
@@ -27,6 +28,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@# The viewer's scripts and style. The linter comes as a package for x86-64 only.
+	if [ "$$(uname -m)" = x86_64 ]; then $(BIN)/biome ci --error-on-warnings; fi
 
 bench: setup
 	$(BIN)/tiermem bench

@@ -4,25 +4,14 @@ set -euo pipefail
 venv=${1:?usage: setup.sh VENV}
 python=${PYTHON:-python3}
 cd "$(dirname "$0")/.."
+. scripts/install.sh
 
 missing=()
 command -v cc >/dev/null || command -v gcc >/dev/null || missing+=(gcc libc6-dev)
 echo '#include <libaio.h>' | { cc -E - >/dev/null 2>&1 || gcc -E - >/dev/null 2>&1; } || missing+=(libaio-dev)
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
 "$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || missing+=(python3-dev)
-if [ ${#missing[@]} -gt 0 ]; then
-  install="apt-get update && apt-get install -y ${missing[*]}"
-  if [ "$(id -u)" = 0 ]; then
-    echo "tiermem: installing ${missing[*]}"
-    DEBIAN_FRONTEND=noninteractive bash -c "$install -qq" >/dev/null
-  elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
-    sudo DEBIAN_FRONTEND=noninteractive bash -c "$install -qq" >/dev/null
-  else
-    echo "tiermem: missing ${missing[*]}, and this user may not install them. Run once, then try again:" >&2
-    echo "  sudo sh -c '$install'" >&2
-    exit 1
-  fi
-fi
+install_packages ${missing[@]+"${missing[@]}"}
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)

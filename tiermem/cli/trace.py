@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tiermem.trace.summary import Summary
+    from tiermem.viewer.session import Session
 
 app = typer.Typer(help="Look into the trace of a run.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -67,6 +68,92 @@ def export(
         print_json({"events": number, "file": str(out), "damage": trace.damage})
         return
     typer.echo(f"{number} events in {printable(str(out))}: open it at https://ui.perfetto.dev")
+
+
+@app.command()
+def view(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="The trace; or those of all ranks of a run, on one clock."),
+    ],
+    compare: Annotated[
+        Path | None, typer.Option(help="A second trace, to be shown beside the first.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Keep showing what a run in progress adds.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write one HTML file that needs nothing else, and end.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to serve on; 0: any that is free.")
+    ] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """Show the trace in a browser: timeline, units, stalls, and what to change.
+
+    The page is served to this machine alone, until Ctrl-C.
+    """
+    from tiermem.errors import ConfigError, format_bytes
+    from tiermem.viewer.session import Mode, Session
+
+    if compare is not None and len(files) != 1:
+        raise ConfigError(f"--compare sets one trace beside another; {len(files)} were given besides it")
+    if out is not None and follow:
+        raise ConfigError("--follow needs a server, --out writes a file: only one of them can be had")
+    mode = Mode.COMPARE if compare is not None else Mode.RANKS if len(files) > 1 else Mode.SINGLE
+    session = Session([*files, *([compare] if compare is not None else [])], mode, follow)
+    try:
+        for problem in session.errors:
+            typer.echo(f"tiermem: {printable(problem)}", err=True)
+        if out is None:
+            _serve(session, port, browser)
+            return
+        from tiermem.viewer.page import export as export_page
+
+        nbytes = export_page(session, out)
+        typer.echo(f"{format_bytes(nbytes)} in {printable(str(out))}: open it in any browser")
+    finally:
+        session.close()
+
+
+def _serve(session: "Session", port: int, browser: bool) -> None:
+    import webbrowser
+
+    from tiermem.viewer.server import Server
+
+    server = Server(session, port)
+    typer.echo(f"The trace is at {server.url} until Ctrl-C.")
+    try:
+        if browser:
+            webbrowser.open(server.url)
+        server.run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+
+
+@app.command()
+def top(
+    file: TraceArgument,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two frames.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
+) -> None:
+    """Watch a run in the terminal: tiers, links, where the time goes, the last stalls. Ends with the run, or with q."""
+    from rich.console import Console
+
+    from tiermem.cli.top import frame, watch
+    from tiermem.viewer.run import Run
+
+    run = Run(file)
+    try:
+        if once:
+            Console().print(frame(run))
+        else:
+            watch(run, Console(), interval)
+    finally:
+        run.close()
 
 
 def _print(figures: "Summary", console: "Console") -> None:

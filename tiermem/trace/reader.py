@@ -112,6 +112,11 @@ class TraceFile:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return False
 
+    def is_file(self, there: os.stat_result) -> bool:
+        """Whether ``there`` is the file that is open here, and not one that took its place."""
+        here = os.fstat(self._fd)
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
     def refresh(self) -> int:
         """Take in what was written since; returns the number of new records."""
         old = len(self.records)
