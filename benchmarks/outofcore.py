@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -115,15 +116,45 @@ def bandwidth(folder: str) -> tuple[float, float]:
     return speed.read, speed.write
 
 
-def deepspeed(python: str, dtype: str, folder: str, steps: int) -> dict[str, Any]:
-    """DeepSpeed ZeRO-3 with NVMe offload on the same work, with the interpreter that has it."""
-    script = Path(__file__).parent / "peers" / "deepspeed_step.py"
+def output(command: list[str], seconds: float) -> str:
+    """What a command prints; it and all that it started are killed after ``seconds``.
+
+    Raises RuntimeError with the end of its errors where it fails.
+    """
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        late = ""
+        try:
+            out, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            late = f"not done after {seconds:.0f} s; "
+            os.killpg(process.pid, signal.SIGKILL)
+            out, errors = process.communicate()
+    if late or process.returncode:
+        lines = [line for line in errors.splitlines() if line.strip()]
+        raise RuntimeError(late + (" | ".join(lines[-3:]) or f"exit status {process.returncode}, no message"))
+    return out
+
+
+# Each of DeepSpeed's contenders, with the options of peers/deepspeed_step.py. Pipelining takes three sets of buffers.
+PEERS = {
+    "DS NVMe": ["--offload", "nvme"],
+    "DS NVMe pipe": ["--offload", "nvme", "--pipeline", "--buffers", "12"],
+    "DS CPU": ["--offload", "cpu"],
+}
+PEER = str(Path(__file__).parent / "peers" / "deepspeed_step.py")
+
+
+def deepspeed(name: str, folder: str, options: Any) -> dict[str, Any]:
+    """DeepSpeed ZeRO-3 with offload on the same work, with the interpreter that has it."""
     with tempfile.TemporaryDirectory(dir=folder) as nvme:
-        command = [python, str(script), "--steps", str(steps), "--dtype", dtype, "--path", nvme]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        command = [options.deepspeed_python, PEER, *PEERS[name], "--steps", str(options.steps)]
+        command += ["--dtype", options.dtype, "--path", nvme]
+        try:
+            result: dict[str, Any] = json.loads(output(command, options.timeout).strip().splitlines()[-1])
+        except RuntimeError as error:
+            return {"error": str(error)}
     return result
 
 
@@ -137,6 +168,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--trace", default="", help="write the trace of a paged run to this file")
     parser.add_argument("--deepspeed-python", default="", help="an interpreter that has deepspeed")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for each process (default 900)")
     parser.add_argument(
         "--dtype", default="bfloat16", help="of parameters; float32 where the CPU can't multiply bfloat16"
     )
@@ -154,6 +186,13 @@ def main() -> None:
             return
         runs: dict[str, list[dict[str, Any]]] = {}
         rates = []
+        peers = list(PEERS) if options.deepspeed_python and not options.quick else []
+        if peers:
+            try:  # by itself and with a time of its own: compiling DeepSpeed's extensions takes minutes
+                output([options.deepspeed_python, PEER, "--build"], 3600)
+            except RuntimeError as error:
+                print(f"DeepSpeed: {error}", file=sys.stderr)
+                peers = []
         for _ in range(options.rounds):
             for budget in ["unpaged", *options.budget]:
                 rates.append(bandwidth(folder))
@@ -162,18 +201,14 @@ def main() -> None:
                     ["--quick"] if options.quick else []
                 )
                 command += ["--trace", options.trace] if options.trace else []
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    print(
-                        f"{budget}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}",
-                        file=sys.stderr,
-                    )
+                try:
+                    printed = output(command, options.timeout)
+                except RuntimeError as error:
+                    print(f"{budget}: {error}", file=sys.stderr)
                     continue
-                runs.setdefault(budget, []).append(json.loads(done.stdout.strip().splitlines()[-1]))
-            if options.deepspeed_python and not options.quick:
-                runs.setdefault("DeepSpeed NVMe", []).append(
-                    deepspeed(options.deepspeed_python, options.dtype, folder, options.steps)
-                )
+                runs.setdefault(budget, []).append(json.loads(printed.strip().splitlines()[-1]))
+            for name in peers:
+                runs.setdefault(name, []).append(deepspeed(name, folder, options))
         report(runs, rates, options)
 
 
@@ -182,7 +217,7 @@ def report(runs: dict[str, list[dict[str, Any]]], rates: list[tuple[float, float
     read, write = (statistics.median(rate[i] for rate in rates) for i in range(2))
 
     def step(name: str) -> float:
-        return statistics.median(s for run in runs[name] for s in run["seconds"][2:])
+        return statistics.median(s for run in runs[name] if "seconds" in run for s in run["seconds"][2:])
 
     plain = step("unpaged")
     parameters = runs["unpaged"][0]["parameters"]
@@ -199,22 +234,37 @@ def report(runs: dict[str, list[dict[str, Any]]], rates: list[tuple[float, float
     )
     rows = []
     for name, results in runs.items():
+        for run in results:
+            if "error" in run:
+                print(f"{name:>15} {run['error']}")
         good = [run for run in results if "seconds" in run]
         if not good:
-            print(f"{name:>15} {results[0]['error']}")
             continue
         run = good[-1]
         seconds = step(name)
-        moved = (run.get("read", 0), run.get("written", 0))
-        floor = max(plain, moved[0] / read + moved[1] / write)
-        rows.append({"budget": name, "seconds": seconds, "read": moved[0], "written": moved[1], "floor": floor,
-                     "ratio": seconds / floor, "peak": run["peak"], "growth": run.get("growth")})  # fmt: skip
+        row = {"budget": name, "seconds": seconds, "peak": run["peak"], "growth": run["growth"]}
+        moves = f"{'':>33}"  # DeepSpeed doesn't say what it moves
+        if "budget" in run:
+            floor = max(plain, run["read"] / read + run["written"] / write)
+            row |= {"read": run["read"], "written": run["written"], "floor": floor, "ratio": seconds / floor}
+            moves = f"{run['read'] / 2**20:6.0f}Mi {run['written'] / 2**20:6.0f}Mi {floor:6.2f} {seconds / floor:6.2f}"
+        rows.append(row)
         print(
-            f"{name:>15} {seconds:7.3f} {seconds / plain:8.2f} {moved[0] / 2**20:6.0f}Mi {moved[1] / 2**20:6.0f}Mi "
-            f"{floor:6.2f} {seconds / floor:6.2f} {run['peak'] / 2**20:6.0f}Mi {run.get('growth', 0) / 2**20:6.0f}Mi"
+            f"{name:>15} {seconds:7.3f} {seconds / plain:8.2f} {moves} "
+            f"{run['peak'] / 2**20:6.0f}Mi {run['growth'] / 2**20:6.0f}Mi"
         )
         if "budget" in run and run["losses"] != runs["unpaged"][0]["losses"]:
             print(f"{'':>15} DIFFERENT LOSSES from the unpaged run")
+    found = {row["budget"]: row for row in rows}
+    for peer in PEERS:
+        for budget in options.budget:
+            if peer in found and budget in found:
+                ours, theirs = found[budget], found[peer]
+                print(
+                    f"tiermem at {budget} takes {ours['seconds'] / theirs['seconds']:.2f} of the step of {peer} and "
+                    f"{ours['peak'] / theirs['peak']:.2f} of its peak; last loss {runs[budget][0]['losses'][-1]:.4f}, "
+                    f"there {next(run for run in runs[peer] if 'losses' in run)['losses'][-1]:.4f}"
+                )
     if options.json:
         Path(options.json).write_text(json.dumps({"read": read, "write": write, "rows": rows}, indent=1))
 
