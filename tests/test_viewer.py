@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.viewer_traces import MS, NBYTES, Writer
-from tiermem.trace import Event, Phase, Tier
+from tiermem.trace import Event, Phase, Reason, Tier
 from tiermem.trace.reader import TraceFile
 from tiermem.viewer import index as index_module
 from tiermem.viewer import tiles as tiles_module
@@ -179,7 +179,12 @@ def test_any_trace_in_any_order_adds_up(tmp_path: Path, data: st.DataObject) -> 
     run.close()
 
 
-def test_units_and_pages_have_the_figures_of_the_summary(run: Run) -> None:
+@pytest.mark.parametrize("piece", [1 << 18, 7])
+def test_units_and_pages_have_the_figures_of_the_summary(
+    run: Run, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = run.trace.pieces
+    monkeypatch.setattr(run.trace, "pieces", lambda: pieces(piece))
     units, requests = run.units(), run.summary.requests
     for what in ("units", "pages"):
         for name in ("hits", "faults", "prefetches", "used", "late", "wasted"):
@@ -195,6 +200,13 @@ def test_units_and_pages_have_the_figures_of_the_summary(run: Run) -> None:
         assert {name: sum(each[name] for each in units[what]) for name in moved} == moved
     early = [unit["early_ns"] for unit in units["units"]]
     assert all(time is not None and 0 <= time <= 8 * MS for time in early)
+
+
+def test_what_a_plan_fetched_ahead_was_early_too(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run.trace")
+    writer.ahead = Reason.PLAN
+    run = Run(writer.write(4).close())
+    assert all(unit["early_ns"] is not None for unit in run.units()["units"])
 
 
 def test_what_is_written_later_is_taken_in(tmp_path: Path) -> None:

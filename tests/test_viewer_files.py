@@ -35,8 +35,8 @@ from tiermem.viewer.session import Mode
 pytestmark = pytest.mark.chromium
 
 HOSTILE = [
-    "<img src=x onerror=document.title='taken'>",
-    "</script><script>document.title='taken'</script>",
+    "<img src=x onerror=document.title='hijacked'>",
+    "</script><script>document.title='hijacked'</script>",
     "{{script}}\u202e\x1b[2J&amp;",
 ]
 
@@ -125,7 +125,7 @@ def test_names_never_become_markup(browser, tmp_path: Path) -> None:
     out = tmp_path / "out.html"
     result = CliRunner().invoke(app, ["trace", "view", str(path), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert b"taken" not in out.read_bytes()
+    assert b"hijacked" not in out.read_bytes()
     with serving(path) as server:
         for url in (server.url, out.as_uri()):
             with showing(browser, url) as page:

@@ -179,6 +179,36 @@ def test_a_span_that_is_clicked_says_what_it_was(page, path: Path) -> None:
     assert page.inner_text("#unit h3") == unit
 
 
+def test_lanes_are_in_their_colours_from_tile_to_tile(page) -> None:
+    def colours(key: str) -> dict[str, int]:
+        """Pixels by colour on a line of the lane that its names are not on."""
+        found: dict[str, int] = page.evaluate(
+            """key => {
+              const { lanes, canvas, width } = tiermem.tabs.timeline;
+              const y = lanes.find(lane => lane.row?.key === key).y + 2;
+              const data = canvas.getContext('2d').getImageData(200, y, width - 200, 1).data;
+              const found = {};
+              for (let i = 0; i < data.length; i += 4) {
+                const hex = [...data.slice(i, i + 3)].map(v => v.toString(16).padStart(2, '0')).join('');
+                found['#' + hex] = (found['#' + hex] ?? 0) + 1;
+              }
+              return found;
+            }""",
+            key,
+        )
+        return found
+
+    style = "names => names.map(name => getComputedStyle(document.body).getPropertyValue(name).trim())"
+    wanted = page.evaluate(style, ["--backward", "--ground"])
+    for _ in range(9):
+        page.keyboard.press("w")
+        settle(page)
+        page.evaluate("() => new Promise(requestAnimationFrame)")
+        found = colours("backward")
+        assert found.get("#ffffff", 0) + found.get("#14181d", 0) == 0
+        assert sum(found.get(colour, 0) for colour in wanted) > 0.8 * sum(found.values())
+
+
 def test_units_are_searched_by_module_and_parameter(page) -> None:
     page.keyboard.press("/")
     page.wait_for_selector("#units button.name")

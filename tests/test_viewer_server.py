@@ -158,7 +158,7 @@ TOLD_APART = (
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_are_told_apart_whatever_the_colour_vision(theme: str, vision: str) -> None:
-    style = (STATIC / "style.css").read_text()
+    style = (STATIC / "colours.css").read_text()
     colours = dict(re.findall(r"--(\w+): (#\w{6})", style.split(":root[data-theme")[0]))
     if theme == "dark":
         colours |= dict(re.findall(r"--(\w+): (#\w{6})", style.split(":root[data-theme")[1].split("}")[0]))
@@ -174,7 +174,7 @@ def test_colours_are_told_apart_whatever_the_colour_vision(theme: str, vision: s
 
 
 def test_both_ways_to_dark_have_the_same_colours() -> None:
-    style = (STATIC / "style.css").read_text()
+    style = (STATIC / "colours.css").read_text()
     chosen = re.search(r':root\[data-theme="dark"\] \{(.*?)\}', style, re.DOTALL)
     system = re.search(r':root:not\(\[data-theme="light"\]\) \{(.*?)\}', style, re.DOTALL)
     assert chosen

@@ -35,6 +35,7 @@ class Writer:
         self.random = random.Random(seed)
         self.held: dict[int, bool] = {}
         self.step = -1
+        self.ahead = Reason.LOOKAHEAD
 
     def record(
         self, event: Event, start: int, duration: int = 0, unit: int = -1, page: int = -1, **more: Any
@@ -50,7 +51,7 @@ class Writer:
             self.record(Event.HIT, self.now, 0, unit, page, target=Tier.HOST, phase=phase)
             return
         ahead = self.random.random() < 0.7
-        why = Reason.LOOKAHEAD if ahead else Reason.DEMAND
+        why = self.ahead if ahead else Reason.DEMAND
         takes = self.random.randrange(1, 6) * MS
         begun = self.now - (self.random.randrange(0, 8) * MS if ahead else 0)
         if ahead:

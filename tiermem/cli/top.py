@@ -68,11 +68,11 @@ def _tiers(run: Run) -> Table:
 
 
 def _links(run: Run, last: Now) -> Table:
-    table = _table("link", f"last {last.seconds:.0f} s", "", "at most", "in all")
-    most = run.document()["peak_rates"]
+    table = _table("link", f"last {last.seconds:.0f} s", "", "at best", "in all")
+    best = run.best_rates()
     for link in run.summary.links:
         name = f"{link.source}->{link.target}"
-        limit, rate = link.limit or most.get(name, 0.0), last.rates.get(name, 0.0)
+        limit, rate = link.limit or best.get(name, 0.0), last.rates.get(name, 0.0)
         bar = ProgressBar(total=max(limit, rate, 1.0), completed=rate, width=_BAR)
         table.add_row(
             name.replace("->", " → "),

@@ -25,9 +25,11 @@ def advice(summary: Summary, policy: object) -> str:
     causes = {words: reason for reason, words in REASON_WORDS.items()}
     cause = causes.get(next(iter(summary.stalls_by_reason)), Reason.NONE)
     keys = _parsed(policy)
+    # What the optimizer reads ahead by itself can be late too.
+    missing = cause in (Reason.NOT_PREFETCHED, Reason.PREFETCHED_LATE)
+    if missing and _at(keys, "policy", "prefetch") == "none":
+        return 'Set [policy] prefetch = "lookahead": what modules use is not fetched ahead of its use.'
     if cause == Reason.NOT_PREFETCHED:
-        if _at(keys, "policy", "prefetch") == "none":
-            return 'Set [policy] prefetch = "lookahead": nothing is fetched ahead of its use.'
         if summary.departures > summary.steps.count:
             return (
                 f"Units were used out of the recorded order {summary.departures:,} times, and what isn't foreseen "
@@ -67,6 +69,9 @@ def _late(summary: Summary, keys: Mapping[str, Any]) -> str:
     ahead = _at(keys, "policy", "lookahead")
     if isinstance(ahead, int) and not isinstance(ahead, bool):
         return f'Set [policy] lookahead = "auto" (it is {ahead}): prefetches begin too late.'
+    waited = _waited(summary)
+    if waited and max(waited, key=lambda link: waited[link]) == "host->device":
+        return "Raise [device] budget, or what is free of it: prefetches to the device begin too late for want of room."
     upward = [link for link in summary.links if link.source == "disk"]
     link = max(upward, key=lambda each: each.busy_s, default=None)
     if link and link.limit and link.bandwidth > _NEAR_LIMIT * link.limit:
@@ -82,6 +87,15 @@ def _late(summary: Summary, keys: Mapping[str, Any]) -> str:
             "behind: raise [host] budget so that more of the state stays, or name a second disk in [disk] paths."
         )
     return "Raise [host] budget so that prefetches can begin sooner, or name a second disk in [disk] paths."
+
+
+def _waited(summary: Summary) -> dict[str, float]:
+    """Seconds by link, of the slowest stalls."""
+    found: dict[str, float] = {}
+    for stall in summary.slowest_stalls:
+        if stall.link:
+            found[stall.link] = found.get(stall.link, 0.0) + stall.seconds
+    return found
 
 
 def _fullest(summary: Summary) -> str:

@@ -70,22 +70,27 @@ class Grid:
                 first, last = start[wanted], end[wanted]
                 last = np.maximum(last, first + 1)  # an instant carries its bytes too
                 rate = spans["nbytes"][wanted] / (last - first)
-                carried = fill(first, last, rate, self.width, self.num)
-                self.nbytes[name] = self.nbytes.get(name, 0.0) + carried
+                bins, zero = self._reach(first, last)
+                carried = fill(first - zero, last - zero, rate, self.width, bins.stop - bins.start)
+                self.nbytes.setdefault(name, np.zeros(self.num))[bins] += carried
 
     def _union(self, key: str, start: Integers, end: Integers) -> None:
-        start, end = merge(start, end)
-        old = self._recent.get(key)
-        if old is None:
-            new = fill(start, end, np.ones(len(start)), self.width, self.num)
-        else:
-            # |old u new| - |old|: what of the new is not covered by the old.
-            start, end = merge(np.concatenate((old[0], start)), np.concatenate((old[1], end)))
-            new = fill(start, end, np.ones(len(start)), self.width, self.num)
-            new -= fill(*old, np.ones(len(old[0])), self.width, self.num)
-            new = np.maximum(new, 0.0)
-        self.busy[key] = self.busy.get(key, 0.0) + new
+        bins, zero = self._reach(start, end)
+        num = bins.stop - bins.start
+        empty = np.empty(0, np.int64)
+        old, old_end = self._recent.get(key, (empty, empty))
+        start, end = merge(np.concatenate((old, start)), np.concatenate((old_end, end)))
+        # |old u new| - |old|: what of the new is not covered by the old.
+        new = fill(start - zero, end - zero, np.ones(len(start)), self.width, num)
+        new -= fill(old - zero, old_end - zero, np.ones(len(old)), self.width, num)
+        self.busy.setdefault(key, np.zeros(self.num))[bins] += np.maximum(new, 0.0)
         self._recent[key] = start[-_REMEMBERED:], end[-_REMEMBERED:]
+
+    def _reach(self, start: Integers, end: Integers) -> tuple[slice, int]:
+        """The bins that spans reach into, and the time at which the first of them begins."""
+        first = int(np.clip(start.min() // self.width, 0, self.num - 1))
+        last = int(np.clip(end.max() // self.width, first, self.num - 1))
+        return slice(first, last + 1), first * self.width
 
     def _mask(self, lanes: frozenset[int]) -> npt.NDArray[np.bool_]:
         mask = np.zeros(self._rows.num_lanes + 1, np.bool_)

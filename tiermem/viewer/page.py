@@ -41,6 +41,9 @@ SCRIPTS = (
 )
 """The modules in `static/`, each behind those that it imports."""
 
+STYLES = ("colours", "page", "views")
+"""The style sheets, in their order."""
+
 MOST_NBYTES = 48 << 20
 """Bytes of tiles, compressed, that one file may hold; the finest ones are left out first."""
 
@@ -54,7 +57,7 @@ def template() -> tuple[str, str]:
     static = files("tiermem.viewer") / "static"
     script = "".join(_module(name, _read(static, f"{name}.js")) for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\nconst modules = {{}};\n{script}}})();\n'
-    style = _read(static, "style.css")
+    style = "".join(_read(static, f"{name}.css") for name in STYLES)
     policy = (
         f"default-src 'none'; script-src 'sha256-{_hash(script)}'; style-src 'sha256-{_hash(style)}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"

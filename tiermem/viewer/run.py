@@ -14,6 +14,7 @@ from tiermem.trace.events import Event
 from tiermem.trace.reader import TraceFile
 from tiermem.trace.summary import Summary, summarise
 from tiermem.viewer.advice import advice
+from tiermem.viewer.grid import Floats
 from tiermem.viewer.index import Index
 from tiermem.viewer.rows import Rows
 from tiermem.viewer.tiles import MOST_UNITS, tile, top_level
@@ -100,6 +101,23 @@ class Run:
         with self._lock:
             return self._units.get(len(self.trace.records), self.trace.live, lambda: figures(self.trace))
 
+    def best_rates(self) -> dict[str, float]:
+        """The best bandwidth, in bytes per second while busy, that each link had in any hundredth of the trace.
+
+        It takes the place of a limit where the run has measured none.
+        """
+        with self._lock:
+            grid = self.index.grid
+            each = max(1, self.index.end // grid.width // 100)
+            rates = {}
+            for name, nbytes in grid.nbytes.items():
+                busy = self._by_hundredths(grid.busy[f"link:{name}"], each)
+                carried = self._by_hundredths(nbytes, each)
+                # Not from a handful of transfers, whose rate says little.
+                enough = busy >= max(busy.sum() / 1000, 1)
+                rates[name] = float((carried[enough] / busy[enough]).max(initial=0.0)) * 1e9
+            return rates
+
     def document(self) -> dict[str, Any]:
         """What a page is told of the run at once, for JSON; times are ns from the run's base."""
         with self._lock:
@@ -136,7 +154,7 @@ class Run:
                     if row.key in self.index.grid.busy
                 ],
                 "links": [name for name in self.rows.links if f"link:{name}" in self.index.grid.busy],
-                "peak_rates": self._peak_rates(),
+                "best_rates": self.best_rates(),
                 "steps": steps,
             }
 
@@ -158,15 +176,10 @@ class Run:
             return False  # removed: what was opened goes on to be shown
         return not self.trace.is_file(there)
 
-    def _peak_rates(self) -> dict[str, float]:
-        """The most bytes per second that each link carried in any hundredth of the trace: what it can at least."""
-        grid = self.index.grid
-        each = max(1, self.index.end // grid.width // 100)
-        rates = {}
-        for name, nbytes in grid.nbytes.items():
-            part = nbytes[: len(nbytes) // each * each].reshape(-1, each).sum(axis=1)
-            rates[name] = float(part.max()) / (each * grid.width) * 1e9
-        return rates
+    @staticmethod
+    def _by_hundredths(bins: Floats, each: int) -> Floats:
+        whole: Floats = bins[: len(bins) // each * each].reshape(-1, each).sum(axis=1)
+        return whole
 
     def _count(self) -> tuple[int, dict[str, list[int]]]:
         """The number of stalls; and the steps, every so many of them where they are very many."""

@@ -1,6 +1,7 @@
 """What happened to each unit and each page: requests, prefetches, evictions, bytes, and the time it took."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ MOST_PAGES = 20_000
 
 _Integers = npt.NDArray[np.int64]
 _OF_PAGES = (Event.HIT, Event.FAULT, Event.PREFETCH, Event.LANDED, Event.EVICT, Event.WRITEBACK, Event.STALL)
+_AHEAD = (Reason.LOOKAHEAD, Reason.PLAN)
 _OF_UNITS = (Event.COMPUTE, Event.OPTIMIZER, Event.STALL)
-_FIELDS = ["start", "duration", "nbytes", "page", "event", "reason", "source", "target"]
 
 
 def figures(trace: TraceFile) -> dict[str, Any]:
@@ -30,11 +31,11 @@ def figures(trace: TraceFile) -> dict[str, Any]:
     """
     numbers = np.array(sorted(trace.pages), np.int64)
     place = {int(number): index for index, number in enumerate(numbers)}
-    events = [piece[having(piece, _OF_PAGES)][_FIELDS] for piece in trace.pieces()]
-    records = np.concatenate(events) if events else np.empty(0, trace.records.dtype)[_FIELDS]
-    index = _places(numbers, records["page"])
-    records, index = records[index >= 0], index[index >= 0]
-    pages = _Pages(records, index, len(numbers))
+    pages = _Pages(len(numbers))
+    for piece in trace.pieces():
+        records = piece[having(piece, _OF_PAGES)]
+        index = _places(numbers, records["page"])
+        pages.add(records[index >= 0], index[index >= 0])
     unit_of = np.array([trace.pages[int(number)].unit for number in numbers], np.int64)
     return {
         "units": _units(trace, pages, unit_of),
@@ -55,78 +56,111 @@ def figures(trace: TraceFile) -> dict[str, Any]:
 
 
 class _Pages:
-    """Counts by page, and what they are for any set of pages together."""
+    """Counts by page, added up piece by piece, and what they are for any set of pages together."""
 
-    def __init__(self, records: Records, index: _Integers, num: int) -> None:
+    _NAMES = ("hits", "faults", "prefetches", "up", "down", "stall_ns", "used", "late", "wasted")
+
+    def __init__(self, num: int) -> None:
         self._num = num
-        event, nbytes, duration = records["event"], records["nbytes"], records["duration"]
+        self._counts = {name: np.zeros(num, np.int64) for name in self._NAMES}
+        self._evictions: dict[int, _Integers] = {}
+        self._early: list[_Integers] = []
+        self._early_of: list[_Integers] = []
+        # Of each page, what was last asked of it, and when it last landed ahead of need: for the next piece.
+        self._asked = np.zeros(num, np.int64)
+        self._landed = np.full(num, -1, np.int64)
+
+    def add(self, records: Records, index: _Integers) -> None:
+        """Take in the next ``records``, which are about the pages at ``index``."""
+        event, nbytes = records["event"], records["nbytes"]
         transfer = having(records, (Event.LANDED, Event.WRITEBACK)) & (records["source"] != Tier.NONE)
         upward = transfer & (event == Event.LANDED)
-        self.counts = {
-            "hits": self._count(index, event == Event.HIT),
-            "faults": self._count(index, event == Event.FAULT),
-            "prefetches": self._count(index, event == Event.PREFETCH),
-            "up": self._count(index, upward, nbytes),
-            "down": self._count(index, transfer & ~upward, nbytes),
-            "stall_ns": self._count(index, event == Event.STALL, duration),
-        }
+        for name, wanted, weights in (
+            ("hits", event == Event.HIT, None),
+            ("faults", event == Event.FAULT, None),
+            ("prefetches", event == Event.PREFETCH, None),
+            ("up", upward, nbytes),
+            ("down", transfer & ~upward, nbytes),
+            ("stall_ns", event == Event.STALL, records["duration"]),
+        ):
+            self._count(name, index, wanted, weights)
         evicted = event == Event.EVICT
-        self._evictions = {
-            reason: self._count(index, evicted & (records["reason"] == reason))
-            for reason in np.unique(records["reason"][evicted]).tolist()
-        }
+        for reason in np.unique(records["reason"][evicted]).tolist():
+            sums = self._evictions.setdefault(reason, np.zeros(self._num, np.int64))
+            sums += np.bincount(index[evicted & (records["reason"] == reason)], minlength=self._num)
         order = np.argsort(index, kind="stable")
-        self._fates(records[order], index[order])
+        self._fates(event[order], index[order])
+        self._earliness(records[order], index[order])
 
     def of(self, pages: _Integers) -> dict[str, Any]:
         """The figures of ``pages`` (by place) together."""
-        found: dict[str, Any] = {name: int(counts[pages].sum()) for name, counts in self.counts.items()}
+        found: dict[str, Any] = {name: int(counts[pages].sum()) for name, counts in self._counts.items()}
         found["evictions"] = {
             REASON_WORDS[Reason(reason)]: int(counts[pages].sum())
-            for reason, counts in self._evictions.items()
+            for reason, counts in sorted(self._evictions.items())
             if counts[pages].any()
         }
-        early = [self._early[self._bounds[page] : self._bounds[page + 1]] for page in pages]
-        times = np.concatenate(early) if early else np.empty(0)
-        found["early_ns"] = int(np.median(times)) if len(times) else None
+        bounds, times = self._by_page
+        early = [times[bounds[page] : bounds[page + 1]] for page in pages]
+        all_of_them = np.concatenate(early) if early else np.empty(0)
+        found["early_ns"] = int(np.median(all_of_them)) if len(all_of_them) else None
         return found
 
-    def _count(self, index: _Integers, wanted: npt.NDArray[np.bool_], weights: Any = None) -> _Integers:
-        if weights is None:
-            return np.bincount(index[wanted], minlength=self._num)
-        sums = np.zeros(self._num, np.int64)
-        np.add.at(sums, index[wanted], weights[wanted])
-        return sums
+    @cached_property
+    def _by_page(self) -> tuple[_Integers, _Integers]:
+        """How early prefetches were, sorted by page; and where each page's begin."""
+        empty = np.empty(0, np.int64)
+        pages, times = np.concatenate([empty, *self._early_of]), np.concatenate([empty, *self._early])
+        order = np.argsort(pages, kind="stable")
+        return np.searchsorted(pages[order], np.arange(self._num + 1)), times[order]
 
-    def _fates(self, records: Records, index: _Integers) -> None:
+    def _count(self, name: str, index: _Integers, wanted: npt.NDArray[np.bool_], weights: Any = None) -> None:
+        if weights is None:
+            self._counts[name] += np.bincount(index[wanted], minlength=self._num)
+        else:
+            np.add.at(self._counts[name], index[wanted], weights[wanted])
+
+    def _fates(self, event: npt.NDArray[Any], page: _Integers) -> None:
         """What came next after each prefetch, page by page in the order of recording."""
-        asked = having(records, (Event.PREFETCH, Event.HIT, Event.FAULT, Event.EVICT))
-        event, page = records["event"][asked], index[asked]
-        after = (event[:-1] == Event.PREFETCH) & (page[:-1] == page[1:])
+        wanted = np.isin(event, (Event.PREFETCH, Event.HIT, Event.FAULT, Event.EVICT))
+        event, page = event[wanted], page[wanted]
+        if len(event) == 0:
+            return
+        first = np.concatenate(([True], page[1:] != page[:-1]))
+        before = np.where(first, self._asked[page], np.concatenate(([0], event[:-1])))
         for name, fate in (("used", Event.HIT), ("late", Event.FAULT), ("wasted", Event.EVICT)):
-            self.counts[name] = self._count(page[:-1], after & (event[1:] == fate))
-        landed = (records["event"] == Event.LANDED) & (records["reason"] == Reason.LOOKAHEAD)
+            self._count(name, page, (before == Event.PREFETCH) & (event == fate))
+        self._asked[page] = event  # the last one of each page stays
+
+    def _earliness(self, records: Records, page: _Integers) -> None:
+        """From each landing ahead of need to the next time that its page was found there."""
+        landed = (records["event"] == Event.LANDED) & np.isin(records["reason"], _AHEAD)
         kept = landed | (records["event"] == Event.HIT)
-        records, page, landed = records[kept], index[kept], landed[kept]
-        used = landed[:-1] & ~landed[1:] & (page[:-1] == page[1:])
-        arrived = records["start"][:-1] + records["duration"][:-1]
-        self._early = np.maximum(records["start"][1:] - arrived, 0)[used]
-        self._bounds = np.searchsorted(page[:-1][used], np.arange(self._num + 1))
+        records, page, landed = records[kept], page[kept], landed[kept]
+        if len(page) == 0:
+            return
+        arrived = np.where(landed, records["start"] + records["duration"], -1)
+        first = np.concatenate(([True], page[1:] != page[:-1]))
+        before = np.where(first, self._landed[page], np.concatenate(([-1], arrived[:-1])))
+        used = ~landed & (before >= 0)
+        self._early.append(np.maximum(records["start"] - before, 0)[used])
+        self._early_of.append(page[used])
+        self._landed[page] = arrived
 
 
 def _units(trace: TraceFile, pages: _Pages, unit_of: _Integers) -> list[dict[str, Any]]:
     num = len(trace.units)
-    spans = [piece[having(piece, _OF_UNITS) & (piece["unit"] >= 0)] for piece in trace.pieces()]
-    records = np.concatenate(spans) if spans else trace.records[:0]
     order = np.argsort(unit_of, kind="stable")
     bounds = np.searchsorted(unit_of[order], np.arange(num + 1))
     found = []
-    compute = {
-        phase: _sums(records, (records["event"] == Event.COMPUTE) & (records["phase"] == phase), num)
-        for phase in Phase
-    }
-    optimizer = _sums(records, records["event"] == Event.OPTIMIZER, num)
-    stalls = _sums(records, records["event"] == Event.STALL, num)
+    compute = {phase: np.zeros(num, np.int64) for phase in Phase}
+    optimizer, stalls = np.zeros(num, np.int64), np.zeros(num, np.int64)
+    for piece in trace.pieces():
+        records = piece[having(piece, _OF_UNITS) & (piece["unit"] >= 0)]
+        for phase, sums in compute.items():
+            _sum(sums, records, (records["event"] == Event.COMPUTE) & (records["phase"] == phase))
+        _sum(optimizer, records, records["event"] == Event.OPTIMIZER)
+        _sum(stalls, records, records["event"] == Event.STALL)
     for unit, name in enumerate(trace.units):
         figures = pages.of(order[bounds[unit] : bounds[unit + 1]])
         found.append(
@@ -149,10 +183,8 @@ def _units(trace: TraceFile, pages: _Pages, unit_of: _Integers) -> list[dict[str
     return found
 
 
-def _sums(records: Records, wanted: npt.NDArray[np.bool_], num: int) -> _Integers:
-    sums = np.zeros(num, np.int64)
+def _sum(sums: _Integers, records: Records, wanted: npt.NDArray[np.bool_]) -> None:
     np.add.at(sums, records["unit"][wanted], records["duration"][wanted])
-    return sums
 
 
 def _places(numbers: _Integers, wanted: npt.NDArray[Any]) -> _Integers:

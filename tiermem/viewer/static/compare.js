@@ -127,12 +127,7 @@ export class Compare {
         { class: "columns" },
         unitSheet("compare-waits", "Waited for a unit, a step", "stall_s", formatSeconds),
         unitSheet("compare-bytes", "Moved for a unit, a step", "nbytes", formatBytes),
-        unitSheet(
-          "compare-time",
-          "Computed in a unit, a step (waits in it included)",
-          "seconds",
-          formatSeconds,
-        ),
+        unitSheet("compare-time", "Computed in a unit, a step", "seconds", formatSeconds),
       ),
     );
   }

@@ -22,52 +22,64 @@ function meter(share, colour, label) {
   return el("div", { class: "meter", role: "img", "aria-label": label }, inner);
 }
 
-function linkCard(run, link) {
-  const name = `${link.source}->${link.target}`;
-  const seen = run.peak_rates[name] ?? 0;
-  const most = link.limit ?? seen;
-  const against = link.limit === null ? `at most ${formatRate(seen)}` : `limit ${formatRate(link.limit)}`;
-  const colour = palette()[isUpward(name) ? "up" : "down"];
-  const share = most ? link.bandwidth / most : 0;
-  return card(
-    formatLink(name),
-    formatRate(link.bandwidth),
-    `${formatBytes(link.nbytes)}, ${against}`,
-    meter(share, colour, `${formatShare(share)} of the ${link.limit === null ? "most seen" : "limit"}`),
+/** A card with a line for each of ``gauges``: [name, figure, what it is of, share, colour]. */
+function gauges(title, lines) {
+  return el(
+    "div",
+    { class: "card gauges" },
+    el("h2", {}, title),
+    ...lines.map(([name, figure, of, share, colour]) =>
+      el(
+        "div",
+        { class: "gauge" },
+        el("span", { class: "what" }, name),
+        meter(share, colour, `${formatShare(share)} ${of}`),
+        el("b", { class: "figure" }, figure),
+        el("span", {}, of),
+      ),
+    ),
   );
 }
 
-function tierCard(name, use) {
-  const against = use.budget === null ? "no budget told" : `of ${formatBytes(use.budget)}`;
+function linkGauge(run, link) {
+  const name = `${link.source}->${link.target}`;
+  const best = run.best_rates[name] ?? 0;
+  const of = link.limit === null ? `at best ${formatRate(best)}` : `limit ${formatRate(link.limit)}`;
+  const share = link.bandwidth / (link.limit ?? best) || 0;
+  const colour = palette()[isUpward(name) ? "up" : "down"];
+  return [formatLink(name), formatRate(link.bandwidth), `${of} · ${formatBytes(link.nbytes)}`, share, colour];
+}
+
+function tierGauge([name, use]) {
+  const of = use.budget === null ? "no budget told" : `of ${formatBytes(use.budget)}`;
   const share = use.budget ? use.final / use.budget : 0;
-  return card(
-    `in ${name} now`,
-    formatBytes(use.final),
-    `${against}`,
-    meter(share, palette()[name], `${formatShare(share)} of the budget`),
-  );
+  return [name, formatBytes(use.final), `${of} · peak ${formatBytes(use.peak)}`, share, palette()[name]];
 }
 
 function cardsOf(run) {
   const { summary } = run;
   const { requests, steps } = summary;
   const asked = requests.hits + requests.faults;
+  const tiers = Object.entries(summary.tiers).filter(([, use]) => use.peak);
   return [
     card(
-      "step, mean",
+      run.label ? `step, mean (${run.label})` : "step, mean",
       steps.count ? formatSeconds(steps.mean_s) : "–",
       `${formatCount(steps.count)} steps, median ${formatSeconds(steps.median_s)}`,
     ),
     card(
-      "waiting, of step time",
+      "waiting",
       steps.count ? formatShare(summary.stall_share) : "–",
-      `${formatSeconds(summary.stall_s)} in all`,
+      "of the step time",
       meter(summary.stall_share, palette().stall, "share of the step time"),
     ),
-    ...summary.links.map((link) => linkCard(run, link)),
-    ...Object.entries(summary.tiers)
-      .filter(([, use]) => use.peak)
-      .map(([name, use]) => tierCard(name, use)),
+    summary.links.length
+      ? gauges(
+          "links, while busy",
+          summary.links.map((link) => linkGauge(run, link)),
+        )
+      : null,
+    tiers.length ? gauges(run.live ? "held now" : "held at the end", tiers.map(tierGauge)) : null,
     card(
       "pages found there",
       asked ? formatShare(requests.hit_rate) : "–",
@@ -126,12 +138,12 @@ export class Header {
     this.state.classList.toggle("live", session.follow && runs.some((run) => run.live));
     refill(this.problems, ...this.told().map((text) => el("p", {}, text)));
     refill(this.verdicts, ...runs.map((run) => this.verdict(run)));
-    const shown = session.mode === "ranks" ? [this.slowest()] : runs.slice(0, 1);
+    const shown = session.mode === "ranks" ? [this.awaited()] : runs.slice(0, 1);
     refill(this.cards, ...(session.mode === "compare" ? [] : shown.flatMap(cardsOf)));
   }
 
   /** The rank that waited least: the others waited for it. */
-  slowest() {
+  awaited() {
     return this.app.session.runs.reduce((a, b) => (b.summary.stall_s < a.summary.stall_s ? b : a));
   }
 

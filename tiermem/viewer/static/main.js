@@ -99,8 +99,10 @@ class App {
         }
       });
       this.take();
-      if (this.shown === "stalls") this.tabs.stalls.render();
-      else if (this.shown !== "timeline") await this.tabs[this.shown].load();
+      // What somebody goes through with the keys isn't taken from under them.
+      const inUse = this.panel.querySelector("tbody :focus");
+      if (this.shown === "stalls" && !inUse) this.tabs.stalls.render();
+      else if (this.tabs[this.shown].load && !inUse) await this.tabs[this.shown].load();
       this.moved("view");
       this.failure.hidden = true;
     } catch (error) {

@@ -96,8 +96,8 @@ export function fitted(context, text, width) {
 /** Draw one lane of spans. */
 export function paintLane(context, lane, run, shown, bins, axis) {
   const colour = colourOf(lane.row);
-  context.fillStyle = colour;
   shown.forEach((segment, index) => {
+    context.fillStyle = colour; // the names in the spans before were written in another
     const width = 2 ** segment.tile.level;
     const wide = width / axis.nsPerPixel > 2.5 && segment.tile.spans !== null;
     const values = segment.tile.busy[lane.row.key];
@@ -162,13 +162,13 @@ export function paintStepLane(context, lane, run, axis) {
 export function rateScale(run, link) {
   const figures = run.summary.links.find((each) => `${each.source}->${each.target}` === link);
   const limit = figures?.limit ?? null;
-  const seen = run.peak_rates[link] ?? 0;
-  return { limit, seen, top: Math.max(limit ?? 0, seen) * 1.15 || 1 };
+  const best = run.best_rates[link] ?? 0;
+  return { limit, best, top: Math.max(limit ?? 0, best) * 1.15 || 1 };
 }
 
 /** Draw the bandwidth of a link against what it can carry. */
 export function paintRate(context, lane, run, shown, bins, axis) {
-  const { limit, seen, top } = rateScale(run, lane.link);
+  const { limit, best, top } = rateScale(run, lane.link);
   const bottom = lane.y + lane.height;
   context.fillStyle = palette()[isUpward(lane.link) ? "up" : "down"];
   context.globalAlpha = 0.75;
@@ -182,9 +182,9 @@ export function paintRate(context, lane, run, shown, bins, axis) {
     });
   }
   context.globalAlpha = 1;
-  const y = bottom - ((limit ?? seen) / top) * lane.height;
+  const y = bottom - ((limit ?? best) / top) * lane.height;
   line(context, axis, y, limit === null ? [2, 4] : [6, 3]);
-  note(context, axis, y, limit === null ? `most seen ${formatRate(seen)}` : `limit ${formatRate(limit)}`);
+  note(context, axis, y, limit === null ? `at best ${formatRate(best)}` : `limit ${formatRate(limit)}`);
 }
 
 /** Draw what is held in a tier against its budget. */

@@ -334,8 +334,8 @@ export class Units {
         for (let bin = Math.max(0, Math.floor((from - zero) / wide)); bin < last; ) {
           let next = bin + 1;
           while (next < last && share[next] === share[bin]) next++;
-          const left = x(Math.max(from, zero + bin * wide));
-          const right = x(Math.min(to, zero + next * wide));
+          const left = Math.round(x(Math.max(from, zero + bin * wide)));
+          const right = Math.round(x(Math.min(to, zero + next * wide)));
           const tall = share[bin] * (ROW - 4);
           if (tall > 0) context.fillRect(left, ROW - 2 - tall, Math.max(right - left, 0.7), tall);
           bin = next;
