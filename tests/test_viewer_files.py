@@ -196,6 +196,22 @@ def test_an_empty_trace_says_so(browser, tmp_path: Path) -> None:
         assert "names no units" in page.inner_text("#units")
 
 
+def test_a_model_of_very_many_units_and_deep_names_is_shown(browser, tmp_path: Path) -> None:
+    names = [f"layers.{number}" for number in range(4000)]
+    names[0] = "deep" + ".a" * 5000
+    writer = Writer(tmp_path / "run.trace", names=names)
+    writer.fetch(3999, 0, Phase.FORWARD)
+    writer.fetch(1, 0, Phase.FORWARD)
+    with serving(writer.close()) as server, showing(browser, server.url) as page:
+        settle(page)
+        assert "2000 units are too many" in page.inner_text("#problems")
+        page.click("#tab-units")
+        page.click("#units button.toggle")
+        page.wait_for_selector("text=more: close a group, or search")
+        page.fill("#unit-search", "layers.3999")
+        assert [cells[0].strip("▾▸ \n\t") for cells in rows(page, "#units")] == ["layers", "3999"]
+
+
 def test_the_command_serves_until_it_is_interrupted(browser, path: Path) -> None:
     code = "from tiermem.cli import main; main()"
     command = [sys.executable, "-c", code, "trace", "view", str(path), "--no-browser"]

@@ -61,7 +61,7 @@ def _tiers(run: Run) -> Table:
     table = _table("tier", "held now", "", "budget", "peak")
     for name, tier in run.summary.tiers.items():
         budget = tier.budget
-        bar = ProgressBar(total=budget, completed=tier.final, width=_BAR) if budget else Text()
+        bar = _bar(tier.final, budget) if budget else Text()
         told = format_bytes(budget) if budget else "not told"
         table.add_row(name, format_bytes(tier.final), bar, told, format_bytes(tier.peak))
     return table
@@ -73,7 +73,7 @@ def _links(run: Run, last: Now) -> Table:
     for link in run.summary.links:
         name = f"{link.source}->{link.target}"
         limit, rate = link.limit or best.get(name, 0.0), last.rates.get(name, 0.0)
-        bar = ProgressBar(total=max(limit, rate, 1.0), completed=rate, width=_BAR)
+        bar = _bar(rate, max(limit, rate, 1.0))
         table.add_row(
             name.replace("->", " → "),
             format_rate(rate),
@@ -89,8 +89,7 @@ def _time(last: Now) -> Table:
     for key in ("forward", "backward", "compute", "optimizer", "stall", "collectives", "link"):
         share = last.shares.get(key, 0.0)
         if share or key == "stall":
-            style = "red" if key == "stall" else "bar.complete"
-            bar = ProgressBar(total=1.0, completed=min(share, 1.0), width=_BAR, complete_style=style)
+            bar = _bar(min(share, 1.0), 1.0, "red" if key == "stall" else "cyan")
             table.add_row({"stall": "waiting", "link": "any link busy"}.get(key, key), f"{share:.0%}", bar)
     return table
 
@@ -106,6 +105,10 @@ def _stalls(last: Now) -> Table:
             stall.why,
         )
     return table
+
+
+def _bar(part: float, whole: float, style: str = "cyan") -> ProgressBar:
+    return ProgressBar(total=whole, completed=part, width=_BAR, complete_style=style, finished_style=style)
 
 
 def _table(*columns: str) -> Table:

@@ -20,6 +20,9 @@ TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 NEAR_TIERS = (Tier.DEVICE, Tier.HOST)
 """Those whose frames are told unit by unit; what is in neither is on the disk."""
 
+MOST_UNITS = 2000
+"""Units whose frames are told; in a trace with more, those of the first of them."""
+
 SMALLEST_BLOCK = 1024
 _MOST_LEVELS = 1 << 22  # numbers kept of what units held: 32 MiB
 _LONG = 4096  # a span longer than the grid's extent over this is a long one
@@ -37,6 +40,7 @@ class Index:
         self.rows = rows
         self.base = 0
         self.end = 0
+        self.num_units = min(len(trace.units), MOST_UNITS)
         self.unit_nbytes = np.zeros(len(trace.units), np.int64)
         for page in trace.pages.values():
             self.unit_nbytes[page.unit] += page.nbytes
@@ -90,7 +94,7 @@ class Index:
             return (
                 np.zeros(shape, np.int64),
                 np.zeros(shape, np.int64),
-                np.zeros((len(times), len(NEAR_TIERS), len(self.trace.units)), np.int64),
+                np.zeros((len(times), len(NEAR_TIERS), self.num_units), np.int64),
             )
         # The state at a block's beginning holds from the end of the block before it.
         known = np.concatenate(([-1], np.maximum.accumulate(self._block_end[: self.blocks])))
@@ -120,7 +124,7 @@ class Index:
         self.long_from = max(1, self.grid.extent // _LONG)
         self._room = max(2 * num, 1 << 16)
         self.block = SMALLEST_BLOCK
-        units = len(self.trace.units)
+        units = self.num_units
         while self._room // self.block * units * len(NEAR_TIERS) > _MOST_LEVELS:
             self.block *= 2
         room = self._room // self.block + 2
@@ -164,15 +168,16 @@ class Index:
                 change = changes[TIERS.index(tier)][part]
                 moved = np.flatnonzero(change)
                 units = piece["unit"][part][moved]
-                known = units >= 0
+                known = (units >= 0) & (units < self.num_units)
                 np.add.at(self._unit_level[block + 1, number], units[known], change[moved][known])
             self.num += upto - at
             at = upto
 
 
-def unit_changes(records: Records, tier: Tier) -> tuple[Integers, Integers, Integers]:
-    """The records that change what units hold in ``tier``: their times, units and bytes."""
-    moves = records[having(records, (Event.RESERVE, Event.RELEASE)) & (records["unit"] >= 0)]
+def unit_changes(records: Records, tier: Tier, num_units: int) -> tuple[Integers, Integers, Integers]:
+    """The records that change what the first units hold in ``tier``: their times, units and bytes."""
+    told = (records["unit"] >= 0) & (records["unit"] < num_units)
+    moves = records[having(records, (Event.RESERVE, Event.RELEASE)) & told]
     change = reserved(moves, tier)
     kept = change != 0
     return moves["start"][kept], moves["unit"][kept].astype(np.int64), change[kept]

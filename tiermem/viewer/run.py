@@ -15,9 +15,9 @@ from tiermem.trace.reader import TraceFile
 from tiermem.trace.summary import Summary, summarise
 from tiermem.viewer.advice import advice
 from tiermem.viewer.grid import Floats
-from tiermem.viewer.index import Index
+from tiermem.viewer.index import MOST_UNITS, Index
 from tiermem.viewer.rows import Rows
-from tiermem.viewer.tiles import MOST_UNITS, tile, top_level
+from tiermem.viewer.tiles import tile, top_level
 from tiermem.viewer.units import figures
 
 MOST_STALLS = 1000

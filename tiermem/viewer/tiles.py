@@ -19,9 +19,6 @@ NUM = 512
 MOST_SPANS = 4000
 """A tile lists its spans where they are no more than these."""
 
-MOST_UNITS = 2000
-"""Units whose residency is told; in a trace with more, that of the first of them."""
-
 _MOST_RECORDS = 1 << 17  # records that are looked at for one tile; beyond, the grid and the blocks have to do
 _DIGITS = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
 
@@ -129,9 +126,9 @@ def _held(
         most[:, number] = np.maximum(ends[:-1], ends[1:])
         here = place >= 0
         np.maximum.at(most[:, number], place[here], running[here])
-    units = np.zeros((NUM, len(NEAR_TIERS), len(index.trace.units)), np.int64)
+    units = np.zeros((NUM, len(NEAR_TIERS), index.num_units), np.int64)
     for number, tier in enumerate(NEAR_TIERS):
-        start, unit, change = unit_changes(moves, tier)
+        start, unit, change = unit_changes(moves, tier, index.num_units)
         at = np.clip((start - index.base - begin) // width, 0, NUM - 1)
         np.add.at(units[:, number], (at, unit), change)
         units[:, number] = unit_level[number] + np.cumsum(units[:, number], axis=0)
@@ -165,8 +162,8 @@ def _rounded(rows: Mapping[str, Floats]) -> dict[str, list[int]]:
 def _units(index: Index, held: Integers) -> dict[str, list[str]]:
     found = {}
     for number, tier in enumerate(NEAR_TIERS):
-        here = held[:, number, :MOST_UNITS]
+        here = held[:, number]
         if here.any():
-            digits = _DIGITS[shares(here, index.unit_nbytes[:MOST_UNITS])]
+            digits = _DIGITS[shares(here, index.unit_nbytes[: index.num_units])]
             found[tier.name.lower()] = [row.tobytes().decode() for row in np.ascontiguousarray(digits.T)]
     return found

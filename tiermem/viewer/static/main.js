@@ -13,7 +13,7 @@ import { steerByKey, View } from "./view.js";
 const PERIOD = 1000; // ms between two looks at a run that is followed
 const THEMES = { dark: "light", light: "dark" };
 const KEYS = [
-  ["W S, ↑ ↓, wheel", "zoom in and out"],
+  ["W S, ↑ ↓, wheel", "zoom in and out; over the names the wheel scrolls"],
   ["A D, ← →, drag", "move"],
   ["Shift and drag, or drag on the ruler", "select a range"],
   ["E", "select what is shown"],

@@ -1,5 +1,6 @@
 // The tree of units: it follows the modules' names, and sums up.
 
+const DEEPEST = 40;
 const SUMS = [
   "nbytes",
   "num_pages",
@@ -23,7 +24,7 @@ export function plant(units) {
   units.forEach((unit, number) => {
     let node = root;
     let path = "";
-    for (const part of unit.name.split(".")) {
+    for (const part of partsOf(unit.name)) {
       path = path ? `${path}.${part}` : part;
       if (!node.children.has(part)) {
         node.children.set(part, { name: path, label: part, children: new Map(), unit: null });
@@ -33,6 +34,14 @@ export function plant(units) {
     node.unit = number;
   });
   return [...root.children.values()].map((node) => grow(node, units));
+}
+
+/** The parts of a module's name; what lies deeper than any model's modules stays in one. */
+function partsOf(name) {
+  const parts = name.split(".");
+  return parts.length > DEEPEST
+    ? [...parts.slice(0, DEEPEST - 1), parts.slice(DEEPEST - 1).join(".")]
+    : parts;
 }
 
 function grow(node, units) {

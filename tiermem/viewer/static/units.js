@@ -8,6 +8,7 @@ import { plant, rowsOf } from "./tree.js";
 import { steer } from "./view.js";
 
 const ROW = 20;
+const MOST_ROWS = 2000;
 const WHOLE = 35;
 const COLUMNS = [
   ["size", "bytes of its pages"],
@@ -45,6 +46,7 @@ export class Units {
     this.pick = el("select", { "aria-label": "Run", onchange: () => this.switchTo(Number(this.pick.value)) });
     this.key = el("span", { class: "key" });
     this.span = el("span");
+    this.more = el("p", { class: "dim" });
     this.body = el("tbody");
     this.table = el(
       "table",
@@ -68,6 +70,7 @@ export class Units {
       { class: "units-tab" },
       el("div", { class: "tools" }, this.search, this.pick, this.key),
       this.table,
+      this.more,
       this.detail,
     );
     this.rows = [];
@@ -123,7 +126,9 @@ export class Units {
     if (!this.figures) return;
     const search = this.search.value.trim().toLowerCase();
     const rows = rowsOf(this.trees, this.open, search, (unit) => this.matches(unit, search));
-    this.rows = rows.map(({ node, depth }) => this.row(node, depth));
+    this.rows = rows.slice(0, MOST_ROWS).map(({ node, depth }) => this.row(node, depth));
+    const more = `${formatCount(rows.length - MOST_ROWS)} more: close a group, or search.`;
+    this.more.textContent = rows.length > MOST_ROWS ? more : "";
     const none = el("tr", {}, el("td", { colspan: 8, class: "text dim" }, this.nothing(search)));
     refill(this.body, ...(rows.length ? this.rows.map((row) => row.element) : [none]));
     this.showDetail();
