@@ -93,25 +93,25 @@ export function fitted(context, text, width) {
   return low < 2 ? "" : `${shown.slice(0, low)}…`;
 }
 
-/** Draw one lane of spans. */
+/** Draw one lane of spans: the bins of all segments first, so that none covers a span that reaches over from another. */
 export function paintLane(context, lane, run, shown, bins, axis) {
   const colour = colourOf(lane.row);
+  context.fillStyle = colour;
+  const wide = shown.map(({ tile }) => tile.spans !== null && 2 ** tile.level > 2.5 * axis.nsPerPixel);
   shown.forEach((segment, index) => {
-    context.fillStyle = colour; // the names in the spans before were written in another
-    const width = 2 ** segment.tile.level;
-    const wide = width / axis.nsPerPixel > 2.5 && segment.tile.spans !== null;
     const values = segment.tile.busy[lane.row.key];
-    if (values && !wide) {
-      eachBin(values, segment, bins, axis, (x, w, value) => {
-        if (!value) return;
-        const height = Math.max(2, Math.min(1, value / width) * lane.height);
-        context.fillRect(x, lane.y + lane.height - height, Math.max(w, 0.7), height);
-      });
-    }
-    if (segment.tile.spans) {
-      const drawn = index > 0 && shown[index - 1].tile.spans !== null;
-      paintSpans(context, lane, run, segment, axis, { least: wide ? 0 : 3, colour, drawn });
-    }
+    if (!values || wide[index]) return;
+    const width = 2 ** segment.tile.level;
+    eachBin(values, segment, bins, axis, (x, w, value) => {
+      if (!value) return;
+      const height = Math.max(2, Math.min(1, value / width) * lane.height);
+      context.fillRect(x, lane.y + lane.height - height, Math.max(w, 0.7), height);
+    });
+  });
+  shown.forEach((segment, index) => {
+    if (!segment.tile.spans) return;
+    const drawn = index > 0 && shown[index - 1].tile.spans !== null;
+    paintSpans(context, lane, run, segment, axis, { least: wide[index] ? 0 : 3, colour, drawn });
   });
 }
 
