@@ -8,31 +8,42 @@ from collections.abc import Callable
 
 from tiermem.policies.base import Eviction, Prefetch
 from tiermem.policies.belady import Belady
+from tiermem.policies.compiler import Ahead, compile_plan
+from tiermem.policies.course import Course
+from tiermem.policies.farthest import Farthest
 from tiermem.policies.lookahead import Lookahead
 from tiermem.policies.lru import LRU
-from tiermem.policies.schedule import NEVER, Access, Cursor, Phase, Recorder, Schedule
+from tiermem.policies.plan import Fetch, Plan
+from tiermem.policies.schedule import NEVER, Access, Cursor, Effect, Phase, Recorder, Schedule
 
 __all__ = [
     "LRU",
     "NEVER",
     "Access",
+    "Ahead",
     "Belady",
+    "Course",
     "Cursor",
+    "Effect",
     "Eviction",
+    "Farthest",
+    "Fetch",
     "Lookahead",
     "Phase",
+    "Plan",
     "Prefetch",
     "Recorder",
     "Schedule",
+    "compile_plan",
     "eviction",
     "prefetch",
 ]
 
-_EVICTIONS: dict[str, Callable[[], Eviction]] = {"lru": LRU, "belady": Belady}
+_EVICTIONS: dict[str, Callable[[], Eviction]] = {"lru": LRU, "belady": Belady, "plan": Farthest}
 
 
 def eviction(name: str) -> Eviction:
-    """A new policy for one tier: "lru" or "belady". Raises ValueError for another name."""
+    """A new policy for one tier: "lru", "belady" or, beside a plan, "plan". Raises ValueError for another name."""
     if name not in _EVICTIONS:
         raise ValueError(f"{name!r} is no eviction policy; there are {', '.join(_EVICTIONS)}")
     return _EVICTIONS[name]()

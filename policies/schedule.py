@@ -22,6 +22,20 @@ class Phase(enum.IntEnum):
     OPTIMIZER = 2
 
 
+class Effect(enum.IntFlag):
+    """What an access does to the content of a page that it needs; without a flag it only reads."""
+
+    NONE = 0
+    FRESH = 1
+    """What was there before isn't needed: the content comes into being, or all of it is written."""
+    WRITES = 2
+    """It is newer than the copy below from then on."""
+    SPENDS = 4
+    """It isn't needed any more afterwards."""
+    RENEWED = 8
+    """It has been changed elsewhere since: a copy that stayed is stale."""
+
+
 class Access(NamedTuple):
     """One use of a unit in a step. `part` tells apart the pieces in which a phase handles the unit."""
 
@@ -32,20 +46,25 @@ class Access(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A step's accesses in order, and for each the pages that it needs, by number.
+    """A step's accesses in order, and for each the pages that it needs, by number, with its effect on each.
 
-    Two schedules are equal when accesses and pages are. Raises ValueError unless there is one tuple of pages
-    for each access.
+    Two schedules are equal when accesses, pages and effects are. Raises ValueError unless there is one tuple of pages
+    for each access, and of effects (ints: combinations of :class:`Effect`) for each page; without any, all only read.
     """
 
     accesses: tuple[Access, ...] = ()
     pages: tuple[tuple[int, ...], ...] = ()
+    effects: tuple[tuple[int, ...], ...] = ()
     _uses: dict[int, list[int]] = dataclasses.field(init=False, repr=False, compare=False)
     _occurrences: dict[Access, list[int]] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.accesses) != len(self.pages):
             raise ValueError(f"{len(self.accesses)} accesses, but pages for {len(self.pages)}")
+        if not self.effects:
+            object.__setattr__(self, "effects", tuple((0,) * len(pages) for pages in self.pages))
+        if [len(pages) for pages in self.pages] != [len(effects) for effects in self.effects]:
+            raise ValueError("there must be one effect for each page of each access")
         uses: dict[int, list[int]] = {}
         occurrences: dict[Access, list[int]] = {}
         for position, (access, pages) in enumerate(zip(self.accesses, self.pages, strict=True)):
@@ -88,18 +107,32 @@ class Recorder:
     def __init__(self) -> None:
         self._accesses: list[Access] = []
         self._pages: list[tuple[int, ...]] = []
+        self._effects: list[tuple[int, ...]] = []
 
     def __len__(self) -> int:
         return len(self._accesses)
 
-    def record(self, access: Access, pages: Sequence[int]) -> None:
-        """Append `access`, which needs `pages`, in this order; a page that is named again counts once."""
+    def record(self, access: Access, pages: Sequence[int], effects: Sequence[int] = ()) -> None:
+        """Append `access`, which needs `pages`, in this order, with its effect on each (default: it only reads).
+
+        A page that is named again counts once, with all its effects.
+        """
+        if len(set(pages)) < len(pages):
+            merged = dict.fromkeys(pages, 0)
+            for page, effect in zip(pages, effects or (0,) * len(pages), strict=True):
+                merged[page] |= effect
+            pages, effects = tuple(merged), tuple(merged.values())
         self._accesses.append(access)
-        self._pages.append(tuple(dict.fromkeys(pages)))
+        self._pages.append(tuple(pages))
+        self._effects.append(tuple(effects) or (0,) * len(pages))
+
+    def begins(self, schedule: Schedule) -> bool:
+        """Are the accesses so far those that `schedule` begins with?"""
+        return schedule.accesses[: len(self._accesses)] == tuple(self._accesses)
 
     def finish(self) -> Schedule:
         """The schedule of what was recorded so far."""
-        return Schedule(tuple(self._accesses), tuple(self._pages))
+        return Schedule(tuple(self._accesses), tuple(self._pages), tuple(self._effects))
 
 
 class Cursor:
@@ -107,11 +140,13 @@ class Cursor:
 
     `position` is the index of the next expected access, `len(schedule)` when none is left. `steps` counts the
     restarts. Over all steps, `hits` counts the accesses that were the expected ones, `departures` those that
-    were not, and `skipped` the expected ones that never came because a departure led past them.
+    were not, and `skipped` the expected ones that never came because a departure led past them. `seconds` is what
+    each access took when the schedule was recorded, waiting left out; empty when that isn't known.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, seconds: Sequence[float] = ()) -> None:
         self.schedule = schedule
+        self.seconds = seconds
         self.position = 0
         self.steps = 0
         self.hits = 0

@@ -1,4 +1,8 @@
-"""The memory claim: a run's peak is the interpreter, the budget and the activations, and 5 % more at most."""
+"""The memory claim: a run's peak is the interpreter, the budget and the activations, and 5 % more at most.
+
+The interpreter is one that has imported torch and tiermem; the activations are what the unpaged run takes beyond it and
+its state.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ tiny = torch.nn.Linear(64, 64)  # a step of it, for what torch imports late
 optimizer = AdamW(tiny.parameters())
 torch.nn.functional.gelu(tiny(torch.ones(8, 64))).sum().backward()
 optimizer.step()
+tiermem.Config()  # what tiermem imports late: code, and its libraries
 interpreter = status("VmRSS")
 budget, folder = json.loads(sys.argv[1])
 model = GPT(256, 256, 16, 32)

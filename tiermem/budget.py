@@ -36,7 +36,7 @@ def part_numel(capacity: int) -> int:
     Small enough that several parts (three pages each) are in flight at a time, large enough for the disk's full rate.
     """
     numel = MIN_PART_NUMEL
-    while numel < MAX_PART_NUMEL and numel * 2 * 4 * 48 <= capacity:
+    while numel < MAX_PART_NUMEL and numel * 2 * 4 * 96 <= capacity:
         numel *= 2
     return numel
 

@@ -24,7 +24,7 @@ from tiermem.gradients import Gradients
 from tiermem.page import Page
 from tiermem.pager import Pager
 from tiermem.parameter import disown, own
-from tiermem.policies import Access, Phase
+from tiermem.policies import Access, Effect, Phase
 from tiermem.steps import Steps
 from tiermem.trace import Event
 from tiermem.unit import Group, Unit
@@ -55,10 +55,26 @@ class Hooks:
         self._resident_pages: list[Page] = []  # pinned while the resident unit is held
         self._enters = {unit.number: partial(self._enter_backward, unit) for unit in units}
         self._leaves = {unit.number: partial(self._leave_backward, unit) for unit in units}
-        self._numbers = {unit.number: tuple(page.number for page in unit.pages) for unit in units}
         self._backward_pages = {unit.number: unit.pages + unit.gradient_pages for unit in units}
+        # What the schedule is told: with the pages of enclosing units, which are pinned at that time too.
+        self._forward_numbers = {
+            unit.number: tuple(page.number for each in _nest(units, unit) for page in each.pages)
+            for unit in units
+        }
         self._backward_numbers = {
-            number: tuple(page.number for page in pages) for number, pages in self._backward_pages.items()
+            unit.number: tuple(
+                page.number for each in _nest(units, unit) for page in each.pages + each.gradient_pages
+            )
+            for unit in units
+        }
+        self._backward_effects = {
+            unit.number: [
+                tuple(
+                    effect for each in _nest(units, unit) for effect in _effects(each, fresh and each is unit)
+                )
+                for fresh in (False, True)
+            ]
+            for unit in units
         }
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -193,8 +209,10 @@ class Hooks:
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         with self.door:
             self._leave_broken()
-            self.steps.access(Access(unit.number, Phase.FORWARD), self._numbers[unit.number])
-            self.pager.fault(unit.pages, Phase.FORWARD, unit.number)
+            expected = self.steps.access(
+                Access(unit.number, Phase.FORWARD), self._forward_numbers[unit.number]
+            )
+            self.pager.fault(unit.pages, Phase.FORWARD, unit.number, expected=expected)
             for group in unit.uses:
                 self.views.open(group)
             # The whole model's forward has done this, unless this unit is used outside of it, or checkpointed.
@@ -239,8 +257,10 @@ class Hooks:
                 engine.queue_callback(self._end_backward)
                 self._in_backward = True
             pages = self._backward_pages[unit.number]
-            self.steps.access(Access(unit.number, Phase.BACKWARD), self._backward_numbers[unit.number])
-            self.pager.fault(pages, Phase.BACKWARD, unit.number)
+            numbers = self._backward_numbers[unit.number]
+            effects = self._backward_effects[unit.number][any(page.blank for page in unit.gradient_pages)]
+            expected = self.steps.access(Access(unit.number, Phase.BACKWARD), numbers, effects)
+            self.pager.fault(pages, Phase.BACKWARD, unit.number, expected=expected)
             self._open.append((unit, pages, now()))
             self.pager.pump()
 
@@ -262,6 +282,7 @@ class Hooks:
         unit, pages, start = self._open.pop()
         self.pager.unpin(pages)
         self.trace.record(Event.COMPUTE, start, now() - start, unit.number, phase=Phase.BACKWARD)
+        self.pager.nudge()
 
     def _landed(self, group: Group, index: int, parameter: torch.Tensor) -> None:
         with self.door.hold(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -356,6 +377,16 @@ def _runs(call: FrameType) -> bool:
     except RuntimeError:  # which is what Python refuses an executing frame with
         return True
     return False
+
+
+def _nest(units: Sequence[Unit], unit: Unit) -> list[Unit]:
+    return [unit, *(units[number] for number in sorted(unit.outer))]
+
+
+def _effects(unit: Unit, fresh: bool) -> list[Effect]:
+    """What backward does to a unit's pages: it reads the parameters, and writes gradients or adds to them."""
+    on_gradients = Effect.WRITES | Effect.FRESH if fresh else Effect.WRITES
+    return [Effect.NONE] * len(unit.pages) + [on_gradients] * len(unit.gradient_pages)
 
 
 def _nodes(tree: Any) -> list[Any]:

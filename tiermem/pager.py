@@ -13,7 +13,9 @@ from time import perf_counter_ns as now
 
 from tiermem.errors import BudgetError, PagingError
 from tiermem.page import Frame, Kind, Page, State
-from tiermem.policies import Cursor, Phase, Prefetch
+from tiermem.plans import Area, Plans
+from tiermem.policies import Ahead, Cursor, Phase, Prefetch
+from tiermem.replay import Replay
 from tiermem.room import Room
 from tiermem.table import PageTable
 from tiermem.tier import Tier
@@ -28,11 +30,18 @@ PLACE |= {journey: source for journey, (source, _) in ARROW.items()}
 class Pager:
     """Faults, prefetches and evictions over one page table.
 
-    ``reason`` is how the trace names the eviction policy's choices. All sizes are bytes.
+    ``reason`` is how the trace names the eviction policy's choices. With ``ahead``, plans are compiled and carried out
+    that fetch that far ahead; ``prefetch`` then is for what no plan is for. All sizes are bytes.
     """
 
     def __init__(
-        self, table: PageTable, transfers: Transfers, prefetch: Prefetch | None, reason: Reason = Reason.LRU
+        self,
+        table: PageTable,
+        transfers: Transfers,
+        prefetch: Prefetch | None,
+        reason: Reason = Reason.LRU,
+        *,
+        ahead: Ahead | None = None,
     ) -> None:
         self.table = table
         self.transfers = transfers
@@ -41,6 +50,19 @@ class Pager:
         self.counters = transfers.counters
         self.prefetch = prefetch
         self.room = Room(table, transfers, reason)
+        self.plans: Plans | None = None
+        self._replays: list[Replay] = []
+        if ahead is not None:
+            self._prepare(ahead)
+
+    def _prepare(self, ahead: Ahead) -> None:
+        tiers = [self.host] if self.device is None else [self.host, self.device]
+        areas = [Area(tier, *self.room.capacity(tier)) for tier in tiers]
+        self.plans = Plans(self.table, areas[0], areas[1] if self.device is not None else None, ahead)
+        self._replays = [Replay(tier, self.room, self.table, ahead.accesses != 0) for tier in tiers]
+        self._replays[0].above = self._replays[-1] if self.device is not None else None
+        by_tier = {replay.tier: replay for replay in self._replays}
+        self.room.place = lambda tier, page: by_tier[tier].place(page)
 
     # -- what callers ask ---------------------------------------------------------------------------------
 
@@ -52,12 +74,14 @@ class Pager:
         *,
         overwrite: Sequence[Page] = (),
         on_host: bool = False,
+        expected: bool = True,
     ) -> None:
         """Make pages resident where ``phase`` needs them, pin them, and return when they have all arrived.
 
         Parameter pages are needed on the device in forward and backward, everything else (and with ``on_host``
         those too) on the host. ``overwrite`` names pages that get a host frame without their content, because
         the caller will write all of it and then unpin them dirty, or call :meth:`abandon`. No page may be named twice.
+        ``expected``: whether the schedule foretold this, which is what the trace says of the waiting.
 
         Raises:
             TransferError: a transfer failed; nothing stays pinned, and the page is where it was.
@@ -69,6 +93,15 @@ class Pager:
         moves.phase = phase
         moves.poll()
         moves.raise_error()
+        if self.planning:
+            # Before what is missing is waited for: what the plan wants to be on its way by now goes along.
+            self.room.held.update(page.number for page in pages)
+            self.room.held.update(page.number for page in overwrite)
+            try:
+                for replay in self._replays:
+                    replay.pump()
+            finally:
+                self.room.held.clear()
         device = None if phase is Phase.OPTIMIZER or on_host else self.device
         missing: list[Page] = []
         for page in pages:
@@ -89,7 +122,7 @@ class Pager:
             self.room.held.update(page.number for page in overwrite)
             try:
                 try:
-                    self._bring(missing, device, unit)
+                    self._bring(missing, device, unit, expected)
                 except BudgetError:
                     if device is None:
                         raise
@@ -97,7 +130,8 @@ class Pager:
                     for frame in list(device.slab):
                         if not frame.page.pins:
                             self.room.evict(device, frame.page)
-                    self._bring([page for page in pages if not self._arrived(page, device)], device, unit)
+                    missing = [page for page in pages if not self._arrived(page, device)]
+                    self._bring(missing, device, unit, expected)
                 for page in overwrite:
                     self._take_empty(page)
             except BaseException:
@@ -120,6 +154,20 @@ class Pager:
             self.device.eviction.follow(cursor)
         if self.prefetch is not None:
             self.prefetch.follow(cursor)
+        if self.plans is not None:
+            plans = self.plans.of(cursor.schedule, cursor.seconds) if cursor is not None else {}
+            for replay in self._replays:
+                replay.follow(cursor, plans.get(replay.tier))
+
+    @property
+    def planning(self) -> bool:
+        """Is a plan being carried out?"""
+        return bool(self._replays) and self._replays[0].plan is not None
+
+    def nudge(self) -> None:
+        """Try again what the plan wants on its way and could not have: some writes may have landed since."""
+        if any(replay.waiting for replay in self._replays):
+            self.pump()
 
     def unpin(self, pages: Iterable[Page], *, dirty: bool = False) -> None:
         """Let go of pins that :meth:`fault` set; ``dirty`` says that the host's copy was written."""
@@ -146,6 +194,10 @@ class Pager:
         """Begin what prefetching wants, as far as there is room or room can be made; never waits."""
         moves = self.transfers
         moves.poll()
+        if self.planning:
+            for replay in self._replays:
+                replay.pump()
+            return
         if self.prefetch is None:
             return
         claimed: set[Frame] = set()
@@ -169,7 +221,7 @@ class Pager:
                 if frame is None:
                     blocked = True
                 elif page.blank:
-                    self._take_blank(page, frame)
+                    self.room.take_blank(page, frame)
                 else:
                     moves.read(page, frame, Reason.LOOKAHEAD)
                     self._count_prefetch(page)
@@ -217,14 +269,16 @@ class Pager:
             return page.state is State.DEVICE
         return page.state is State.HOST
 
-    def _bring(self, pages: Sequence[Page], device: Tier | None, unit: int) -> None:
+    def _bring(self, pages: Sequence[Page], device: Tier | None, unit: int, expected: bool) -> None:
         """Submit everything that is missing, then wait for all of it: the transfers overlap."""
         moves = self.transfers
         start = now()
         self.room.waited_ns = 0
         last: Page | None = None
         link = (At.DISK, At.HOST)
-        cause = Reason.PREFETCHED_LATE if any(page.prefetched for page in pages) else Reason.NOT_PREFETCHED
+        cause = Reason.NOT_PREFETCHED if expected else Reason.DEPARTED
+        if any(page.prefetched for page in pages):
+            cause = Reason.PREFETCHED_LATE
         for page in pages:
             if page.state in (State.WRITING, State.STORING):
                 page.leaving = False
@@ -235,7 +289,7 @@ class Pager:
                 moves.raise_error(page)
                 frame = self.room.make(self.host, page, Reason.DEMAND)
                 if page.blank:
-                    self._take_blank(page, frame)
+                    self.room.take_blank(page, frame)
                 else:
                     moves.read(page, frame, Reason.DEMAND)
         for page in pages:
@@ -274,21 +328,11 @@ class Pager:
         if page.state is State.DISK:
             frame = self.room.make(self.host, page, Reason.DEMAND)
             if page.blank:
-                self._take_blank(page, frame)
+                self.room.take_blank(page, frame)
                 return
             self.transfers.read(page, frame, Reason.DEMAND)
             self.transfers.wait(page)
             self.transfers.raise_error(page)
-
-    def _take_blank(self, page: Page, frame: Frame) -> None:
-        """A page without content gets a frame of zeros; nothing is read."""
-        whole = self.host.bytes_of(frame)
-        if page.gaps is None:
-            whole.zero_()
-        else:
-            for start, stop in page.gaps:
-                whole[start:stop].zero_()
-        self.transfers.settle(page, frame)
 
     def _take_empty(self, page: Page) -> None:
         """A page whose content is about to be overwritten gets a frame, whatever is in it."""

@@ -7,7 +7,7 @@ that is needed sooner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter_ns as now
 
 from tiermem.errors import BudgetError
@@ -33,8 +33,11 @@ class Room:
         self.host = transfers.host
         self.held: set[int] = set()
         self.waited_ns = 0
+        self._blocked_ns = 0  # what the frame that is being made has been waited for
         self.counters = transfers.counters
         self._chosen = reason
+        # Where a plan has a page in a tier, if anywhere; the pager says.
+        self.place: Callable[[Tier, Page], int | None] = lambda tier, page: None
         self.loans = Loans()
         tiers = [self.host] if transfers.device is None else [self.host, transfers.device]
         self._homes = {tier: _homes(table, tier, tier is tiers[-1]) for tier in tiers}
@@ -67,21 +70,29 @@ class Room:
             return False
         return bool(page.pins) or page.number in self.held
 
-    def _go_home(self, tier: Tier, page: Page, why: Reason) -> Frame | None:
-        """The frame at the end of the slab that is a resident page's own; None when it has none, or can't have it.
+    def capacity(self, tier: Tier) -> tuple[int, frozenset[int]]:
+        """The bytes of the slab before the homes of resident pages, and the numbers of these pages."""
+        homes = self._homes[tier]
+        return min(homes.values(), default=tier.slab.nbytes), frozenset(homes)
 
-        Resident pages are pinned for long. In the middle of the slab they would leave no room side by side for a large
-        page, where the budget is small.
+    def _go_home(self, tier: Tier, page: Page, why: Reason) -> Frame | None:
+        """The frame that is a page's own; None when it has none, or can't have it.
+
+        Resident pages have theirs at the end of the slab: they are pinned for long, and in the middle they would leave
+        no room side by side for a large page, where the budget is small. Of others, a plan may say.
         """
-        offset = self._homes[tier].get(page.number)
+        home = self._homes[tier].get(page.number)
+        offset = self.place(tier, page) if home is None else home
         if offset is None:
             return None
         moves = self.transfers
         for frame in tier.slab.between(offset, offset + page.nbytes):
             other = frame.page
+            if home is None and self.place(tier, other) == frame.offset:
+                return None  # the step has left its schedule: both should be there
             if other.state.journey:
                 other.leaving = False
-                moves.wait(other)
+                self._wait(other)
             if getattr(other, tier.name) is not frame:
                 continue
             if self._stays(tier, other) or (
@@ -90,9 +101,14 @@ class Room:
                 return None
             self.evict(tier, other)
             if other.leaving:
-                moves.wait(other)
+                self._wait(other)
             moves.raise_error()
         return moves.reserve(tier, page, why, offset)
+
+    def _wait(self, page: Page) -> None:
+        start = now()
+        self.transfers.wait(page)
+        self._blocked_ns += now() - start
 
     def make(self, tier: Tier, page: Page, why: Reason) -> Frame:
         """A frame for ``page``, whatever it takes: eviction, waiting for transfers, relocation.
@@ -100,11 +116,9 @@ class Room:
         Raises BudgetError when what is pinned leaves no room at all.
         """
         moves = self.transfers
+        self._blocked_ns = 0
         frame = self._go_home(tier, page, why) or moves.reserve(tier, page, why)
-        if frame is not None:
-            return frame
-        start = now()
-        waited = relocated = False
+        relocated = False
         while frame is None:
             self.loans.collect()
             window = tier.slab.window(page.nbytes, self._victims(tier))
@@ -113,13 +127,11 @@ class Room:
                     self.evict(tier, victim.page)
                 for victim in window:
                     if victim.page.leaving:
-                        moves.wait(victim.page)
-                        waited = True
+                        self._wait(victim.page)
                 moves.raise_error()
             elif moves:
                 # Prefetches that have not landed can't be given up: their frames are being written to.
-                moves.wait(moves.oldest)
-                waited = True
+                self._wait(moves.oldest)
             elif not relocated and tier is self.host:
                 # The last resort: everything that may leave leaves, and what stays moves together.
                 for victim in list(self._victims(tier)):
@@ -131,10 +143,54 @@ class Room:
             else:
                 raise self._no_room(tier, page)
             frame = moves.reserve(tier, page, why)
-        if waited:
-            moves.stall(page, page.unit, start, Reason.NO_FRAME, (At.HOST, At.DISK))
-            self.waited_ns += now() - start
+        if self._blocked_ns:
+            moves.stall(page, page.unit, now() - self._blocked_ns, Reason.NO_FRAME, (At.HOST, At.DISK))
+            self.waited_ns += self._blocked_ns
         return frame
+
+    def give_way(self, tier: Tier, frame: Frame, place: int | None) -> bool:
+        """Free a frame for a plan, without waiting; whether it is free now.
+
+        ``place`` is where the plan has the page that is in it: it goes there if it can, and is evicted otherwise.
+        """
+        page = frame.page
+        if place == frame.offset or page.number in self.held:
+            return False
+        if page.state is State.WRITING and tier is self.host:
+            page.leaving = True  # gone when it has landed
+        if page.state.journey or self._stays(tier, page):
+            return False
+        if tier is self.host and page.dirty and not (page.spent or page.sinks):
+            return False
+        if place is not None and page.state is State.HOST and self._move(page, frame, place):
+            return True
+        if page.device_dirty:
+            return False
+        self.evict(tier, page)
+        return not page.leaving
+
+    def _move(self, page: Page, frame: Frame, offset: int) -> bool:
+        """Move a page in the host's slab to ``offset``, if that is free."""
+        new = self.host.slab.reserve_at(page, offset)
+        if new is None:
+            return False
+        self.counters.num_relocations += 1
+        for user in page.users:
+            user.unbind()
+        self.host.bytes_of(new).copy_(self.host.bytes_of(frame))
+        self.host.slab.release(frame)
+        page.host = new
+        return True
+
+    def take_blank(self, page: Page, frame: Frame) -> None:
+        """A page without content gets a frame of zeros; nothing is read."""
+        whole = self.host.bytes_of(frame)
+        if page.gaps is None:
+            whole.zero_()
+        else:
+            for start, stop in page.gaps:
+                whole[start:stop].zero_()
+        self.transfers.settle(page, frame)
 
     def ahead(
         self, tier: Tier, page: Page, position: int, claimed: set[Frame], only_evict: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -26,10 +25,10 @@ from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
 from tiermem.page import ALIGNMENT, Kind, Page
 from tiermem.pager import Pager
-from tiermem.policies import eviction, prefetch
+from tiermem.policies import Ahead, eviction, prefetch
 from tiermem.steps import Steps
 from tiermem.table import PageTable
-from tiermem.tier import Tier
+from tiermem.tier import Tier, trim_memory
 from tiermem.trace import AnyTrace, NullTrace, PageInfo, Reason, Trace
 from tiermem.transfer import Transfers
 from tiermem.unit import Group, Unit, build_units, find_units, nbytes_of
@@ -105,10 +104,18 @@ class Runtime:
             # What the first step needs at the latest, so that a full disk is found out now.
             transfers.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
         stack.callback(transfers.drain)
-        reason = Reason.BELADY if config.policy.eviction == "belady" else Reason.LRU
+        reason = {"plan": Reason.PLAN, "belady": Reason.BELADY, "lru": Reason.LRU}[config.policy.eviction]
         ahead = None if disk is None and unified else self._prefetch(host.slab.nbytes)
-        self.pager = Pager(self.table, transfers, ahead, reason)
-        self.steps = Steps(self.pager.follow, self.trace)
+        moving = disk is not None or not unified
+        self.pager = Pager(
+            self.table,
+            transfers,
+            ahead,
+            reason,
+            ahead=self._ahead() if moving and reason is Reason.PLAN else None,
+        )
+        stalls = transfers.counters.stall_ns
+        self.steps = Steps(self.pager.follow, self.trace, lambda: sum(stalls.values()))
         if disk is None:
             for page in self.table:
                 page.sinks = False
@@ -225,6 +232,15 @@ class Runtime:
             limits["size"] = lambda number: self.table[number].nbytes
         return prefetch(self.config.policy.prefetch, **limits)
 
+    def _ahead(self) -> Ahead:
+        """How far ahead plans fetch."""
+        if self.config.policy.prefetch == "none":
+            return Ahead(accesses=0)
+        ahead = self.config.policy.lookahead
+        if isinstance(ahead, Size):
+            return Ahead(nbytes=ahead.resolve(0))
+        return Ahead(accesses=ahead if isinstance(ahead, int) else None)
+
     def _trace(self) -> AnyTrace:
         if self.config.trace.file is None:
             return NullTrace()
@@ -338,6 +354,7 @@ class Runtime:
                 "stall_seconds": sum(counters.stall_ns.values()) / 1e9,
                 "stall_seconds_by_cause": {cause: ns / 1e9 for cause, ns in counters.stall_ns.items()},
                 "departures": self.steps.departures,
+                "recognised": self.steps.recognised,
                 "schedule_accesses": len(cursor.schedule) if cursor is not None else 0,
             }
 
@@ -386,9 +403,3 @@ def free_nbytes(folder: Path) -> int:
         path = path.parent
     space = os.statvfs(path)
     return space.f_bavail * space.f_frsize
-
-
-def trim_memory() -> None:
-    """Have malloc give what the module's own parameters took back to the system."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

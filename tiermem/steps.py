@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns as now
 
-from tiermem.policies import Access, Cursor, Phase, Recorder
+from tiermem.policies import Access, Course, Cursor, Phase
 from tiermem.trace import AnyTrace, Event
 from tiermem.trace import Phase as TracePhase
 
@@ -17,34 +17,21 @@ MAX_FORWARDS = 8
 """Training forwards in a row without a backward after which they are taken for inference."""
 
 
-class Course:
-    """One kind of step: its last schedule, the cursor in it, and the recording of the one that runs."""
-
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-        self.cursor: Cursor | None = None
-
-    def finish(self) -> None:
-        """The recorded step becomes the schedule to follow; the cursor stands at its beginning."""
-        schedule = self.recorder.finish()
-        self.recorder = Recorder()
-        if self.cursor is not None and self.cursor.schedule == schedule:
-            self.cursor.restart()
-        elif len(schedule):
-            old, self.cursor = self.cursor, Cursor(schedule)
-            if old is not None:  # what was counted stays counted
-                self.cursor.hits, self.cursor.departures = old.hits, old.departures
-                self.cursor.skipped = old.skipped
-
-
 class Steps:
-    """What the policies follow. ``follow`` is told the cursor to go by, whenever it becomes another one."""
+    """What the policies follow.
 
-    def __init__(self, follow: Callable[[Cursor | None], None], trace: AnyTrace) -> None:
+    ``follow`` is told the cursor to go by, whenever it becomes another one; ``waited`` tells the nanoseconds that have
+    been waited for pages so far, which are no computing.
+    """
+
+    def __init__(
+        self, follow: Callable[[Cursor | None], None], trace: AnyTrace, waited: Callable[[], int] = lambda: 0
+    ) -> None:
         self.training = Course()
         self.inference = Course()
         self.number = 0  # training steps completed
         self._follow = follow
+        self._waited = waited
         self._trace = trace
         self._now = self.training
         self._forwards = 0
@@ -56,15 +43,29 @@ class Steps:
         courses = (self.training, self.inference)
         return sum(course.cursor.departures for course in courses if course.cursor is not None)
 
-    def access(self, access: Access, pages: Sequence[int]) -> None:
-        """A unit is about to be used: record it, and move the cursor past it."""
+    @property
+    def recognised(self) -> int:
+        """Steps that turned out, on the way, to be another known one."""
+        return self.training.recognised + self.inference.recognised
+
+    def access(self, access: Access, pages: Sequence[int], effects: Sequence[int] = ()) -> bool:
+        """A unit is about to be used, with these effects on its pages; whether that was expected.
+
+        It is recorded, and the cursor moves past it.
+        """
         course = self._now
-        course.recorder.record(access, pages)
         if course is self.training and access.phase is not Phase.FORWARD:
             self._forwards = 0
-        cursor = course.cursor
-        if cursor is not None and not cursor.advance(access):
+        before = course.cursor
+        expected = course.access(access, pages, effects, self._clock())
+        if not expected:
             self._trace.record(Event.DEPARTURE, now(), 0, access.unit, phase=access.phase)
+            if course.cursor is not before:
+                self._follow(course.cursor)
+        return expected
+
+    def _clock(self) -> float:
+        return (now() - self._waited()) / 1e9
 
     def begin_pass(self, training: bool) -> None:
         """A forward of the whole model begins."""
@@ -74,7 +75,7 @@ class Steps:
         self._forwards += 1
         if self._forwards > MAX_FORWARDS:
             # Nobody calls backward: without an end these forwards would be one endless step.
-            self.training.finish()
+            self.training.finish(self._clock())
             self._forwards = 1
             self._follow(self.training.cursor)
         if not self._began:
@@ -84,13 +85,13 @@ class Steps:
     def end_pass(self, training: bool) -> None:
         """A forward of the whole model is over."""
         if not training:
-            self.inference.finish()
+            self.inference.finish(self._clock())
             self._switch(self.training)
 
     def end_step(self) -> None:
         """The optimizer is done: the step is complete."""
         self._now = self.training
-        self.training.finish()
+        self.training.finish(self._clock())
         self._forwards = 0
         self._follow(self.training.cursor)
         begun = self._began or now()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -49,3 +51,9 @@ def aligned(numel: int, dtype: torch.dtype) -> int:
     """``numel`` rounded up so that a tensor after it starts on :data:`TENSOR_ALIGNMENT` bytes."""
     step = max(1, TENSOR_ALIGNMENT // dtype.itemsize)
     return -(-numel // step) * step
+
+
+def trim_memory() -> None:
+    """Have malloc give back to the system what has been freed."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

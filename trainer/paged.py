@@ -21,7 +21,8 @@ import torch
 
 from tiermem.hooks import Hooks
 from tiermem.page import Kind, Page
-from tiermem.policies import Access, Phase
+from tiermem.policies import Access, Effect, Phase
+from tiermem.tier import trim_memory
 from tiermem.trace import Event, Tier
 from tiermem.trainer.kernel import Hyper, Kernel
 from tiermem.unit import Group, Part, Unit
@@ -72,6 +73,9 @@ class PagedUpdate:
         hooks = self.hooks
         with hooks.door:
             hooks.release_resident()
+        if hooks.pager.transfers.disk is not None:
+            # What autograd freed lies between what is kept, and would be kept too: a tenth of the peak and more.
+            trim_memory()
         for unit in hooks.units:
             number = 0
             for group in unit.groups:
@@ -110,12 +114,19 @@ class PagedUpdate:
                 if not spans:
                     continue
                 pages = part.pages if begun else [*part.pages, *shared]
+                last = index == len(group.parts) - 1
                 hooks.door.checkpoint()
                 with hooks.door:
                     access = Access(unit.number, Phase.OPTIMIZER, number + index)
-                    hooks.steps.access(access, [page.number for page in pages])
+                    expected = hooks.steps.access(
+                        access,
+                        [page.number for page in (*part.pages, gradient, group.parameter)],
+                        [Effect.WRITES] * len(part.pages)
+                        + [Effect.SPENDS if last else Effect.NONE]
+                        + [Effect.WRITES | Effect.FRESH if whole and not begun else Effect.WRITES],
+                    )
                     overwrite = [group.parameter] if whole and not begun else []
-                    pager.fault(pages, Phase.OPTIMIZER, unit.number, overwrite=overwrite)
+                    pager.fault(pages, Phase.OPTIMIZER, unit.number, overwrite=overwrite, expected=expected)
                     begun = True
                     pager.pump()
                 try:

@@ -204,15 +204,16 @@ class PolicySection(Section):
     """What is evicted and what is fetched ahead of its use."""
 
     eviction: Annotated[
-        Literal["lru", "belady"],
+        Literal["plan", "lru", "belady"],
         _key(
-            "What makes room. `belady` evicts what the recorded schedule needs last, and what it does not "
-            "know as `lru` does. `lru` evicts what was used longest ago, which on a model's cyclic order "
-            "reuses little.",
-            '"lru" or "belady"',
+            "What makes room. `plan` computes all moves of a step beforehand, from the recorded schedule: what "
+            "stays, where it lies, what is fetched and written when. The others are to compare with: `belady` "
+            "evicts what the schedule needs last, and what it does not know as `lru` does. `lru` evicts what "
+            "was used longest ago, which on a model's cyclic order reuses little.",
+            '"plan", "lru" or "belady"',
             ["lru"],
         ),
-    ] = "belady"
+    ] = "plan"
     prefetch: Annotated[
         Literal["none", "lookahead"],
         _key(

@@ -40,7 +40,7 @@ OPTIMIZER   span  The optimizer's arithmetic on ``page`` (its parameter page) of
                   several threads may overlap. ``nbytes``: all bytes read and written by it.
 STALL       span  A caller waited. ``unit`` and ``page`` it waited for (the last to arrive), ``nbytes``,
                   ``source`` and ``target`` (the link waited for; NONE where it was none), ``reason``:
-                  NOT_PREFETCHED, PREFETCHED_LATE, NO_FRAME, DISK_BUSY, COLLECTIVE, UPDATE. One record a
+                  NOT_PREFETCHED, PREFETCHED_LATE, NO_FRAME, DISK_BUSY, COLLECTIVE, UPDATE, DEPARTED. One record a
                   wait; waits of one thread do not overlap.
 COLLECTIVE  span  An exchange between ranks. ``unit``, ``page``, ``nbytes`` (of the whole page),
                   ``reason``: GATHER, SCATTER, REDUCE, BROADCAST.
@@ -106,6 +106,7 @@ class Reason(enum.IntEnum):
     DISK_BUSY = 4
     COLLECTIVE = 5
     UPDATE = 6
+    DEPARTED = 7
     LRU = 10
     BELADY = 11
     PLAN = 12
@@ -135,6 +136,7 @@ REASON_WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.DISK_BUSY: "disk busy with writes",
         Reason.COLLECTIVE: "waited for a collective",
         Reason.UPDATE: "the optimizer had not finished with it",
+        Reason.DEPARTED: "the step left its schedule",
         Reason.LRU: "least recently used",
         Reason.BELADY: "used again last (Belady)",
         Reason.PLAN: "planned for the step",

@@ -1,0 +1,156 @@
+"""Replay: a plan carried out, one tier at a time, by a cursor.
+
+Each access that begins releases the moves that the plan has for it: writes begin at once, and fetches as soon as their
+places are free. Nothing here waits. What can't be had (a page is pinned, a place is taken, the step has departed from
+the schedule) is left out or tried again at the next access, and whoever needs the page faults it in.
+
+Note: strays. After a departure, or before the first planned step, pages lie elsewhere than the plan has them. One that
+is in the way of a fetch moves to its own place when that is free (a copy in memory), and is evicted otherwise: within
+a step everything is where the plan has it.
+"""
+
+from __future__ import annotations
+
+from tiermem.page import Frame, Page, State
+from tiermem.policies import Cursor, Fetch, Plan
+from tiermem.room import Room
+from tiermem.table import PageTable
+from tiermem.tier import Tier
+from tiermem.trace import Event, Reason
+from tiermem.transfer import ARROW
+
+
+class Replay:
+    """One tier's plan on its way through the step. Without ``fetches``, pages only come when they are needed."""
+
+    def __init__(self, tier: Tier, room: Room, table: PageTable, fetches: bool = True) -> None:
+        self.tier = tier
+        self.plan: Plan | None = None
+        self.above: Replay | None = None  # of the device, where that has memory of its own
+        self._fetches = fetches
+        self._room = room
+        self._moves = room.transfers
+        self._table = table
+        self._cursor: Cursor | None = None
+        self._done = 0  # accesses whose moves are released, over all steps
+        self._waiting: list[tuple[int, Fetch]] = []  # (the access that needs it, what), in this order
+
+    def follow(self, cursor: Cursor | None, plan: Plan | None) -> None:
+        """From now on go by this plan; what should be resident and isn't, is fetched."""
+        self._cursor, self.plan = (cursor, plan) if plan is not None else (None, None)
+        self._waiting.clear()
+        if self._cursor is None or self.plan is None:
+            return
+        self._done = self._position()
+        here = self._done % self.plan.length
+        for index, stay in enumerate(self.plan.stays if self._fetches else ()):
+            since = (here - stay.start + self.plan.leads[index]) % self.plan.length
+            if since < self.plan.leads[index]:
+                # On its way, by the plan: its turn has passed.
+                need = self._done + self.plan.leads[index] - since
+                fetch = Fetch(stay.page, self.plan.offsets[index], self.plan.leads[index], stay.fresh, index)
+                self._waiting.append((need, fetch))
+
+    def place(self, page: Page) -> int | None:
+        """Where the plan has the page now; None when it isn't resident in it, or wherever there is room."""
+        if self.plan is None or self._cursor is None:
+            return None
+        # Between two accesses, the one that has begun last counts.
+        return self.plan.place(page.number, (self._position() - 1) % self.plan.length)
+
+    def pump(self) -> None:
+        """Release the moves of all accesses that have begun, and begin what can begin."""
+        plan = self.plan
+        if plan is None:
+            return
+        position = self._position()
+        for access in range(max(self._done, position - plan.length), position):
+            for number in plan.writes[access % plan.length]:
+                self._write(self._table[number])
+            if self._fetches:
+                # What can't be on its way before it is needed is left to whoever needs it: on the host, for the
+                # device's sake, nobody does.
+                self._waiting.extend(
+                    (access + fetch.lead, fetch)
+                    for fetch in plan.fetches[access % plan.length]
+                    if fetch.lead or self.above is not None
+                )
+        self._done = max(self._done, position) if position > self._done - plan.length else position
+        if self._waiting:
+            self._waiting.sort(key=lambda entry: entry[0])
+            self._waiting = [
+                entry for entry in self._waiting if entry[0] >= position - 1 and not self._begin(entry[1])
+            ]
+
+    @property
+    def waiting(self) -> bool:
+        """Are there fetches whose places were taken when they were last tried?"""
+        return bool(self._waiting)
+
+    def _position(self) -> int:
+        cursor = self._cursor
+        assert cursor is not None
+        return cursor.steps * len(cursor.schedule) + cursor.position
+
+    def _write(self, page: Page) -> None:
+        """Write a page whose stay is over, so that its frame can be had without waiting."""
+        if page.state is State.HOST and page.dirty and not page.pins and not page.spent and page.sinks:
+            self._moves.write(page, Reason.PLAN)
+            self._moves.record(Event.EVICT, page, *ARROW[State.WRITING], Reason.PLAN)
+
+    def _begin(self, fetch: Fetch) -> bool:
+        """Begin it; whether there is nothing more to do."""
+        page = self._table[fetch.page]
+        if page.error is not None:
+            return True
+        if self.tier is self._room.host:
+            return self._begin_on_host(page, fetch)
+        if page.state is State.HOST and not page.pins:
+            frame = self._frame(page, fetch)
+            if frame is None:
+                return False
+            self._moves.load(page, frame, Reason.PLAN)
+            self._count(page)
+            return True
+        return page.state in (State.DEVICE, State.LOADING)
+
+    def _begin_on_host(self, page: Page, fetch: Fetch) -> bool:
+        if page.state is State.DEVICE and page.host is None and self.above is not None:
+            if page.pins or page.device_dirty or self.above.place(page) is not None:
+                return False
+            self._moves.drop_device(page, Reason.PLAN)  # it is wanted on the host now, from the disk
+        if page.host is not None:
+            if page.leaving:
+                page.leaving = False  # wanted again before it was gone: its frame stays
+            return True
+        if fetch.fresh and not page.blank:
+            # Whoever overwrites it takes a frame then: all there is to do is to free its place.
+            return fetch.offset is None or self._clear(page, fetch.offset)
+        frame = self._frame(page, fetch)
+        if frame is None:
+            return False
+        if page.blank:
+            self._room.take_blank(page, frame)
+        else:
+            self._moves.read(page, frame, Reason.PLAN)
+            self._count(page)
+        return True
+
+    def _frame(self, page: Page, fetch: Fetch) -> Frame | None:
+        if fetch.offset is None:
+            return self._moves.reserve(self.tier, page, Reason.PLAN)
+        if not self._clear(page, fetch.offset):
+            return None
+        return self._moves.reserve(self.tier, page, Reason.PLAN, fetch.offset)
+
+    def _clear(self, page: Page, offset: int) -> bool:
+        """Free a page's place of strays; False when that can't be done now."""
+        free = True
+        for frame in self.tier.slab.between(offset, offset + page.nbytes):
+            free = self._room.give_way(self.tier, frame, self.place(frame.page)) and free
+        return free
+
+    def _count(self, page: Page) -> None:
+        page.prefetched = True
+        self._moves.counters.num_prefetches += 1
+        self._moves.record(Event.PREFETCH, page, *ARROW[page.state], Reason.PLAN)
