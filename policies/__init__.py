@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tiermem.policies.base import Eviction, Prefetch
 from tiermem.policies.belady import Belady
+from tiermem.policies.bound import bound
 from tiermem.policies.compiler import Ahead, compile_plan
 from tiermem.policies.course import Course
 from tiermem.policies.farthest import Farthest
@@ -34,6 +35,7 @@ __all__ = [
     "Prefetch",
     "Recorder",
     "Schedule",
+    "bound",
     "compile_plan",
     "eviction",
     "prefetch",
