@@ -15,6 +15,10 @@ from tiermem.policies.schedule import Effect, Schedule
 
 MAX_CYCLES = 12
 
+# As plain numbers: the flags' own operators are many times slower, and this is done for every use.
+_WRITES, _SPENDS, _RENEWED = int(Effect.WRITES), int(Effect.SPENDS), int(Effect.RENEWED)
+_DEAD = int(Effect.FRESH | Effect.RENEWED)
+
 
 class Stay(NamedTuple):
     """One page's residence from a first use to a last one, over one or more accesses of the cycle."""
@@ -57,15 +61,20 @@ class Uses:
                 if page not in fixed:
                     uses = self.of.setdefault(page, [])
                     here.append((page, len(uses)))
-                    uses.append((position, effect))
+                    uses.append((position, int(effect)))
             self.at.append(tuple(here))
+        self.pages = [frozenset(page for page, _ in here) for here in self.at]
+        self._after = {page: self._distances(uses) for page, uses in self.of.items()}
 
     def after(self, page: int, use: int) -> tuple[int, bool]:
         """Accesses from one use of a page to its next, and whether what it holds until then isn't needed."""
-        uses = self.of[page]
-        position, effect = uses[(use + 1) % len(uses)]
-        distance = (position - uses[use][0]) % self.length or self.length
-        return distance, bool(effect & (Effect.FRESH | Effect.RENEWED))
+        return self._after[page][use]
+
+    def _distances(self, uses: list[tuple[int, int]]) -> list[tuple[int, bool]]:
+        return [
+            ((position - before) % self.length or self.length, bool(effect & _DEAD))
+            for (before, _), (position, effect) in zip(uses, uses[1:] + uses[:1], strict=True)
+        ]
 
     def needed(self) -> npt.NDArray[np.int64]:
         """The bytes that each access needs at once."""
@@ -105,7 +114,7 @@ def stays(uses: Uses, kept: Collection[tuple[int, int]]) -> list[Stay]:
             start, effect = each[first]
             written = False
             for use in within:
-                written = (written or bool(each[use][1] & Effect.WRITES)) and not each[use][1] & Effect.SPENDS
+                written = (written or bool(each[use][1] & _WRITES)) and not each[use][1] & _SPENDS
             length = (each[end][0] - start) % uses.length + 1
             dead = uses.after(page, end)[1]
             found.append(Stay(page, start, length, bool(effect & Effect.FRESH), written and not dead))
@@ -136,18 +145,16 @@ class _Cache:
         """Go through all accesses once; the gaps that ended in it with the page still there."""
         uses, kept = self._uses, set()
         for position, here in enumerate(uses.at):
-            needed = {page for page, _ in here}
-            soon = uses.at[(position + 1) % uses.length]
-            self._make_room(needed, {page for page, _ in soon})
+            self._make_room(uses.pages[position], uses.pages[position + 1 - uses.length])
             for page, use in here:
                 effect = uses.of[page][use][1]
                 if page not in self._resident:
                     self._used += uses.sizes[page]
-                elif not effect & Effect.RENEWED:
+                elif not effect & _RENEWED:
                     kept.add((page, self._resident[page][1]))
-                if effect & Effect.WRITES:
+                if effect & _WRITES:
                     self._dirty.add(page)
-                if effect & Effect.SPENDS:
+                if effect & _SPENDS:
                     self._dirty.discard(page)
                 distance, dead = uses.after(page, use)
                 self._resident[page] = (self._now, use)
@@ -158,7 +165,7 @@ class _Cache:
             self._now += 1
         return kept
 
-    def _make_room(self, needed: set[int], soon: set[int]) -> None:
+    def _make_room(self, needed: frozenset[int], soon: frozenset[int]) -> None:
         sizes, resident = self._uses.sizes, self._resident
         missing = sum(sizes[page] for page in needed if page not in resident)
         free = 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns as now
 
-from tiermem.policies import Access, Course, Cursor, Phase
-from tiermem.trace import AnyTrace, Event
+from tiermem.policies import Access, Course, Cursor, Phase, Schedule
+from tiermem.trace import AnyTrace, Event, NullTrace
 from tiermem.trace import Phase as TracePhase
 
 MAX_FORWARDS = 8
@@ -36,6 +36,7 @@ class Steps:
         self._now = self.training
         self._forwards = 0
         self._began = 0
+        self._told: Schedule | None = None  # which schedule is in the trace
 
     @property
     def departures(self) -> int:
@@ -100,6 +101,19 @@ class Steps:
         self._began = now()
         self.number += 1
         self._trace.step = self.number
+        if not isinstance(self._trace, NullTrace):
+            self._tell()
+
+    def _tell(self) -> None:
+        """Write the schedule that the next step follows into the trace, unless it is there."""
+        cursor = self.training.cursor
+        if cursor is None or cursor.schedule is self._told:
+            return
+        self._told = schedule = cursor.schedule
+        for position, access in enumerate(schedule.accesses):
+            for page, effect in zip(schedule.pages[position], schedule.effects[position], strict=True):
+                what = position << 4 | effect
+                self._trace.record(Event.USE, now(), 0, access.unit, page, what, phase=access.phase)
 
     def _switch(self, course: Course) -> None:
         self._now = course

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tiermem.cli import bench, demo, doctor, trace, train
+from tiermem.cli import bench, demo, doctor, simulate, trace, train
 from tiermem.cli.errors import ErrorGroup
 
 app = typer.Typer(
@@ -50,6 +50,7 @@ def _register() -> None:
     app.add_typer(trace.app, name="trace")
     app.command("bench")(bench.bench)
     app.command("doctor")(doctor.doctor)
+    app.command("simulate")(simulate.simulate)
 
 
 _register()

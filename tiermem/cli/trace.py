@@ -2,7 +2,7 @@
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from tiermem.trace.reader import TraceFile
     from tiermem.trace.summary import Summary
     from tiermem.viewer.session import Session
 
@@ -41,12 +42,37 @@ def summary(
 
     with TraceFile(file) as trace:
         figures = summarise(trace, top)
+        moved = _moved(trace)
     if json:
-        print_json(figures.to_json())
+        print_json({**figures.to_json(), "step_on_disk_link": moved})
         return
     from rich.console import Console
 
-    _print(figures, Console())
+    from tiermem.errors import format_bytes
+
+    console = Console()
+    _print(figures, console)
+    if moved is not None:
+        console.print(
+            f"a step moves {format_bytes(moved['nbytes'])} between disk and host; no order of moves takes less than "
+            f"{format_bytes(moved['bound'])}: moved / bound {moved['ratio']:.3f}",
+            highlight=False,
+        )
+
+
+def _moved(trace: "TraceFile") -> dict[str, Any] | None:
+    """Bytes of a step over the disk's link, and the bound for them; None where the trace doesn't tell the order."""
+    from tiermem.errors import TiermemError
+    from tiermem.simulator import moved
+    from tiermem.trace.recorded import recorded
+
+    try:
+        link = moved(recorded(trace))
+    except (TiermemError, KeyError, ValueError):
+        return None  # an older trace, one of a run that is in its first step, or a damaged one
+    if link is None:
+        return None
+    return {"nbytes": link.read + link.written, "bound": link.bound, "ratio": link.ratio}
 
 
 @app.command()

@@ -47,6 +47,10 @@ COLLECTIVE  span  An exchange between ranks. ``unit``, ``page``, ``nbytes`` (of 
 STEP        span  One optimizer step, from the end of the one before to its own; the record's step is its
                   number. Written last in the step.
 DEPARTURE   now   ``unit`` was used out of the schedule's order; only it pays for that.
+USE         now   One use of ``page`` in the schedule that is followed from here on: a row of them, in its
+                  order, is written at the end of the first step, and whenever another is followed. ``unit``,
+                  ``nbytes``: 16 times the number of the access within the step, plus what it does to the page
+                  (``tiermem.policies.Effect``).
 =========== ===== ======================================================================================
 
 With the cpu as the device, the device and host tiers are one: it is called HOST, and DEVICE does not occur.
@@ -76,6 +80,7 @@ class Event(enum.IntEnum):
     COLLECTIVE = 13
     STEP = 14
     DEPARTURE = 15
+    USE = 16
 
 
 class Tier(enum.IntEnum):
