@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from tiermem.policies import packing, residency
+from tiermem.policies import lanes, packing, residency
 from tiermem.policies.plan import Plan
 from tiermem.policies.residency import Stay, Uses
 from tiermem.policies.schedule import Schedule
@@ -18,7 +18,8 @@ from tiermem.policies.timeline import Link, play
 SLACKS = (64, 32, 16, 12, 8, 4, 2)
 """Parts of the capacity that are tried: a 64th, a 32nd, ..."""
 MAX_TRIED = 20_000
-"""Uses of pages up to which all of them are tried; of larger schedules one is, so that compiling stays short."""
+"""Uses of pages up to which all of them are tried; of larger schedules one is, and places are found in one sweep, so
+that compiling stays short."""
 PRICE = 0.05
 """What more bytes have to buy: a plan that moves 10 % more than another must be faster by this part of it, 0.5 %."""
 LINK = Link(2e9, 2e9, 5e-5)
@@ -60,7 +61,7 @@ def compile_plan(
         found = tuple(residency.stays(uses, residency.choose(uses, capacity, capacity // part)))
         if hash(found) not in seen:
             seen.add(hash(found))
-            plan = _placed(found, uses, capacity, ahead or Ahead())
+            plan = _placed(found, uses, capacity, ahead or Ahead(), many)
             cost = play(plan, sizes, computing, link).step * (1 + plan.nbytes) ** PRICE
             if best is None or cost < least:
                 best, least = plan, cost
@@ -68,9 +69,10 @@ def compile_plan(
     return best
 
 
-def _placed(found: Sequence[Stay], uses: Uses, capacity: int, ahead: Ahead) -> Plan:
-    offsets = packing.pack(found, uses.sizes, capacity, uses.length)
-    leads, behind = packing.leads(found, offsets, uses.sizes, uses.length)
+def _placed(found: Sequence[Stay], uses: Uses, capacity: int, ahead: Ahead, many: bool = False) -> Plan:
+    places = lanes if many else packing
+    offsets = places.pack(found, uses.sizes, capacity, uses.length)
+    leads, behind = places.leads(found, offsets, uses.sizes, uses.length)
     leads = [
         min(WHOLE_LEAD, uses.length - 1) if stay.whole else lead
         for stay, lead in zip(found, leads, strict=True)

@@ -48,7 +48,7 @@ class Recorded:
     rates: Mapping[str, float]
     """Bytes per second by link, of the time in which it was busy."""
     step_s: float
-    """The median."""
+    """From its first access on; the median."""
     num_steps: int
     policy: str
     """What chose the victims, as the policy file names it."""
@@ -114,7 +114,8 @@ def _measured(
         begins = _begins(here, schedule)
         if begins is None:
             continue
-        edges = np.array([start, *begins[1:], stop])
+        start = begins[0]  # before its first access there is the input, which paging has no part in
+        edges = np.array([*begins, stop])
         waits = stalls[(stalls["start"] >= start) & (stalls["start"] < stop)]
         waited = np.zeros(len(schedule))
         at = np.searchsorted(edges, waits["start"], "right") - 1
