@@ -17,6 +17,7 @@ from torch import nn
 from tiermem.config import Config
 from tiermem.device import Device
 from tiermem.errors import ConfigError, PagingError
+from tiermem.planner.explanation import Explanation, Laps, explain
 from tiermem.runtime import Runtime
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -49,6 +50,7 @@ class TieredModule(nn.Module):
         try:
             runtime.open()
             self.module = module
+            self._laps = Laps(runtime)
             self._hidden = _hide_views(module, runtime)
             # The folder on disk goes with the process even when nobody calls close().
             self._finalizer = weakref.finalize(self, _abandon, runtime)
@@ -64,6 +66,7 @@ class TieredModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
         self._runtime.check_open()
+        self._laps.mark()
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -156,6 +159,16 @@ class TieredModule(nn.Module):
         schedule had not foreseen; ``state_nbytes``: all pages, which is what a run that is not paged holds.
         """
         return self._runtime.stats()
+
+    def explain(self) -> Explanation:
+        """What the plans foretell of a step beside what the last steps were: bytes, seconds, stalls, the bottleneck.
+
+        Printed, it is a table; ``to_dict()`` has the figures, sizes in bytes and times in seconds. Call it between two
+        steps. Where the model is paged to a disk, the disk's rate is measured on the way, with 64 MiB in the run's
+        first folder. Raises PagingError when the model is closed, and OSError when the disk can't be measured.
+        """
+        self._runtime.check_open()
+        return explain(self._runtime, self._laps)
 
     @property
     def units(self) -> list[str]:

@@ -230,11 +230,13 @@ def build_units(
     device: torch.device,
     part_numel: int,
     sinks: dict[Kind, bool],
+    meta: bool = False,
 ) -> list[Unit]:
     """The units of ``net`` with their groups, and their pages in ``table``; nothing is moved yet.
 
     ``dtype``: the compute dtype of floating-point parameters (None: their own); ``device``: where they compute.
     ``part_numel``: the most elements of one page of optimizer state. ``sinks``: which kinds may go to the disk.
+    ``meta``: parameters may be without data, for who only plans.
     """
     units = [Unit(0, "(resident)", net)]
     units += [Unit(number, name, module) for number, (name, module) in enumerate(modules.items(), 1)]
@@ -245,7 +247,7 @@ def build_units(
     for unit, path, module in _walk(net, "", units[0], by_module, set()):
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in owner and parameter.numel():
-                _admit(parameter, f"{path}.{key}" if path else key)
+                _admit(parameter, f"{path}.{key}" if path else key, meta)
                 owner[id(parameter)] = unit
                 names[id(parameter)] = f"{path}.{key}" if path else key
                 members[unit.number].append(parameter)
@@ -298,13 +300,13 @@ def _own_modules(module: nn.Module, by_module: dict[int, Unit]) -> Iterator[nn.M
             yield from _own_modules(child, by_module)
 
 
-def _admit(parameter: nn.Parameter, name: str) -> None:
+def _admit(parameter: nn.Parameter, name: str, meta: bool) -> None:
     if type(parameter) is not nn.Parameter:
         raise ConfigError(
             f"parameter {name} is a {type(parameter).__name__}: only plain torch.nn.Parameter can be paged "
             "(initialise lazy modules, unwrap distributed ones, close the model that pages it already)"
         )
-    if parameter.is_meta or parameter.layout is not torch.strided:
+    if (parameter.is_meta and not meta) or parameter.layout is not torch.strided:
         raise ConfigError(f"parameter {name} has no dense data ({parameter.device}, {parameter.layout})")
     if parameter.is_inference():
         raise ConfigError(
