@@ -20,6 +20,8 @@ SLACKS = (64, 32, 16, 12, 8, 4, 2)
 MAX_TRIED = 20_000
 """Uses of pages up to which all of them are tried; of larger schedules one is, and places are found in one sweep, so
 that compiling stays short."""
+FEW = 2
+"""Cycles that are gone through for such a schedule, after the first two, until what is kept repeats."""
 PRICE = 0.05
 """What more bytes have to buy: a plan that moves 10 % more than another must be faster by this part of it, 0.5 %."""
 LINK = Link(2e9, 2e9, 5e-5)
@@ -58,7 +60,12 @@ def compile_plan(
     computing = seconds if len(seconds) == uses.length else [0.0] * uses.length
     best, least, seen = None, 0.0, set()
     for part in (32,) if many else SLACKS:
-        found = tuple(residency.stays(uses, residency.choose(uses, capacity, capacity // part)))
+        found = tuple(
+            residency.stays(
+                uses,
+                residency.choose(uses, capacity, capacity // part, FEW if many else residency.MAX_CYCLES),
+            )
+        )
         if hash(found) not in seen:
             seen.add(hash(found))
             plan = _placed(found, uses, capacity, ahead or Ahead(), many)

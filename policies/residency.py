@@ -81,7 +81,7 @@ class Uses:
         return np.array([sum(self.sizes[page] for page, _ in here) for here in self.at], dtype=np.int64)
 
 
-def choose(uses: Uses, capacity: int, slack: int) -> set[tuple[int, int]]:
+def choose(uses: Uses, capacity: int, slack: int, cycles: int = MAX_CYCLES) -> set[tuple[int, int]]:
     """The gaps over which pages stay, as (page, number of the use that begins the gap).
 
     At each access, up to ``slack`` bytes are kept free for pages that the last one leaves to be written, and for those
@@ -91,7 +91,7 @@ def choose(uses: Uses, capacity: int, slack: int) -> set[tuple[int, int]]:
     state = _Cache(uses, capacity, slack)
     state.cycle()  # from nothing
     kept: set[tuple[int, int]] = state.cycle()
-    for _ in range(MAX_CYCLES):
+    for _ in range(cycles):
         before, kept = kept, state.cycle()
         if kept == before:
             return kept

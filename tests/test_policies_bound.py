@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import combinations
 
 import pytest
@@ -12,6 +13,9 @@ from tests.test_policies_plan import KIB, pages, reads, schedule
 from tiermem.policies import Belady, Effect, Schedule, bound, compile_plan, residency
 from tiermem.policies.residency import Uses
 from tiermem.policies.simulate import simulate
+
+# The package has the function under the module's name.
+module = importlib.import_module("tiermem.policies.bound")
 
 
 def best(steps: Schedule, sizes: dict[int, int], capacity: int) -> int:
@@ -78,6 +82,15 @@ def test_of_equal_pages_that_are_only_read_it_is_what_belady_loads(
     cycles = 200
     loaded = simulate(steps, sizes, frames * 4096, Belady(), cycles).nbytes / cycles
     assert bound(steps, sizes, frames * 4096) == pytest.approx(loaded, abs=frames * 4096 * 2 / cycles + 1)
+
+
+def test_with_few_accesses_counted_it_is_lower_and_not_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = [[(page, 0)] for page in range(60)]
+    updates = [[(page, Effect.WRITES), (100 + page, Effect.WRITES)] for page in range(60)]
+    steps, sizes = schedule(*forward, *updates), dict.fromkeys([*range(60), *range(100, 160)], 4096)
+    exact = bound(steps, sizes, 30 * 4096)
+    monkeypatch.setattr(module, "MAX_COUNTED", 24)
+    assert 0.9 * exact <= bound(steps, sizes, 30 * 4096) <= exact
 
 
 def test_what_must_be_moved_is_counted() -> None:
