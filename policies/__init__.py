@@ -6,6 +6,7 @@ simulated without either.
 
 from collections.abc import Callable
 
+from tiermem.policies import plugin
 from tiermem.policies.base import Eviction, Prefetch
 from tiermem.policies.belady import Belady
 from tiermem.policies.bound import bound
@@ -45,7 +46,12 @@ _EVICTIONS: dict[str, Callable[[], Eviction]] = {"lru": LRU, "belady": Belady, "
 
 
 def eviction(name: str) -> Eviction:
-    """A new policy for one tier: "lru", "belady" or, beside a plan, "plan". Raises ValueError for another name."""
+    """A new policy for one tier: "lru", "belady" or, beside a plan, "plan"; or a class of somebody's, "module:Class".
+
+    Raises ValueError for another name, or a class that can't be had.
+    """
+    if ":" in name:
+        return plugin.load(name)()
     if name not in _EVICTIONS:
         raise ValueError(f"{name!r} is no eviction policy; there are {', '.join(_EVICTIONS)}")
     return _EVICTIONS[name]()

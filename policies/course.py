@@ -99,7 +99,9 @@ class Course:
             often = {access for access, weight in self._often.items() if weight >= USUAL * self._weight}
             core = _merge(followed, schedule, often)
             if core != followed:
-                self._follow(core, ())
+                took = dict(zip(followed.accesses, self.cursor.seconds, strict=False))
+                took.update(zip(schedule.accesses, seconds, strict=True))
+                self._follow(core, [took.get(access, 0.0) for access in core.accesses])
                 return
         self.cursor.restart()
 

@@ -34,10 +34,13 @@ def pack(stays: Sequence[Stay], sizes: Mapping[int, int], capacity: int, length:
         lambda index: (-sizes[stays[index].page], -stays[index].length, stays[index].start),
     ]
     best: _Layout | None = None
-    for order in orders:
+    # First with room for one access ahead of what is fetched; without, when that leaves others without a place.
+    for before, order in ((1, orders[0]), *((0, order) for order in orders)):
         layout = _Layout(stays, sizes, capacity, length)
         for index in sorted(range(len(stays)), key=order):
-            layout.put(index, 0, 0)
+            early = before if not (stays[index].fresh or stays[index].whole) else 0
+            if not (early and layout.put(index, early, 0)):
+                layout.put(index, 0, 0)
         if best is None or layout.homeless < best.homeless:
             best = layout
         if not layout.homeless:

@@ -205,7 +205,10 @@ def test_to_toml_of_every_key(tmp_path: Path) -> None:
         ({"disk": {"keep": "yes"}}, ["disk.keep", 'read "yes"', "true or false"]),
         ({"placement": {"parameters": "ram"}}, ["placement.parameters", 'read "ram"', '"host"']),
         ({"placement": {"gradients": ["host"]}}, ["placement.gradients", 'read ["host"]']),
-        ({"policy": {"eviction": "LRU"}}, ["policy.eviction", 'read "LRU"', '"plan", "lru" or "belady"']),
+        (
+            {"policy": {"eviction": "LRU"}},
+            ["policy.eviction", 'read "LRU"', '"plan", "lru", "belady" or "module:Class"'],
+        ),
         ({"policy": {"prefetch": "all"}}, ["policy.prefetch", 'read "all"', '"none" or "lookahead"']),
         ({"policy": {"lookahead": 0}}, ["policy.lookahead", "read 0", "from 1 up"]),
         ({"policy": {"lookahead": True}}, ["policy.lookahead", "read true"]),

@@ -240,14 +240,17 @@ def test_every_transfer_of_a_step(
             run.optimizer.zero_grad()
         y = run.draw()
         for _ in range(2):
+            updating = False
             try:
-                at, last = "later forward or backward" if at == "later" else at, at
                 run.gradients(y)
-                at = last
+                updating = True
                 run.optimizer.step()
                 break
             except TransferError as error:
-                assert last == "later"  # a writeback that nobody has waited for is told at the next access
+                # What nobody has waited for is told at the next access: a writeback's at once, a page's that was
+                # fetched ahead when it is needed, which may be in the update.
+                assert at == "later"
+                at = "optimizer" if updating else "later forward or backward"
                 told(error, run)
                 run.check()
                 run.optimizer.zero_grad()
@@ -321,6 +324,7 @@ def test_every_transfer_of_closing(case: dict[str, Any], faults: Faults, tmp_pat
     expected = clean.close()
     count = faults.num_since
     assert count >= 1  # of the pages that are given back; the rest is forgotten
+    injected = 0
     for k in range(count):
         run = Run(tmp_path, **case)
         run.step()
@@ -334,9 +338,11 @@ def test_every_transfer_of_closing(case: dict[str, Any], faults: Faults, tmp_pat
             faults.disarm()
             assert not run.runtime.closed, "parameters are lost"
             run.model.close()  # the disk works again
-        assert faults.num_injected == before + 1
+        # What the plan had fetched by then needs no transfer any more: this run may have had fewer than the first.
+        injected += faults.num_injected - before
         faults.disarm()
         assert same(run.net.state_dict(), expected), k
+    assert injected
 
 
 def test_a_writeback_that_failed_before_close_loses_nothing(faults: Faults, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from tests.conformance_policy import PolicyTests
 from tiermem.policies import Access, Course, Eviction, Farthest, Phase
+from tiermem.policies.conformance import PolicyTests
 from tiermem.policies.course import MAX_KNOWN
 
 

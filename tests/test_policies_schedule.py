@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conformance_policy import scan
 from tiermem.policies import NEVER, Access, Cursor, Phase, Recorder, Schedule
+from tiermem.policies.conformance import scan
 
 A, B, C, D = (Access(unit, Phase.FORWARD) for unit in range(4))
 X = Access(99, Phase.BACKWARD)

@@ -63,6 +63,7 @@ class Pager:
         self._replays[0].above = self._replays[-1] if self.device is not None else None
         by_tier = {replay.tier: replay for replay in self._replays}
         self.room.place = lambda tier, page: by_tier[tier].place(page)
+        self.room.lost = lambda tier, page: by_tier[tier].lost(page)
 
     # -- what callers ask ---------------------------------------------------------------------------------
 

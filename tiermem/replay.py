@@ -33,7 +33,8 @@ class Replay:
         self._table = table
         self._cursor: Cursor | None = None
         self._done = 0  # accesses whose moves are released, over all steps
-        self._waiting: list[tuple[int, Fetch]] = []  # (the access that needs it, what), in this order
+        # (the access that needs it, what, whether it makes up for something), in this order
+        self._waiting: list[tuple[int, Fetch, bool]] = []
 
     def follow(self, cursor: Cursor | None, plan: Plan | None) -> None:
         """From now on go by this plan; what should be resident and isn't, is fetched."""
@@ -42,14 +43,38 @@ class Replay:
         if self._cursor is None or self.plan is None:
             return
         self._done = self._position()
-        here = self._done % self.plan.length
-        for index, stay in enumerate(self.plan.stays if self._fetches else ()):
-            since = (here - stay.start + self.plan.leads[index]) % self.plan.length
-            if since < self.plan.leads[index]:
-                # On its way, by the plan: its turn has passed.
-                need = self._done + self.plan.leads[index] - since
-                fetch = Fetch(stay.page, self.plan.offsets[index], self.plan.leads[index], stay.fresh, index)
-                self._waiting.append((need, fetch))
+        for index in range(len(self.plan.stays)):
+            self._catch_up(index)
+
+    def lost(self, page: Page) -> None:
+        """The page was evicted by need, not by plan: if the plan still has it, it is fetched again."""
+        if self.plan is not None:
+            index = self.plan.stay(page.number, (self._position() - 1) % self.plan.length)
+            if index is not None:
+                self._catch_up(index)
+
+    def _catch_up(self, index: int) -> None:
+        """Have a page fetched that is on its way or there, by the plan, and whose turn to be fetched has passed."""
+        plan, cursor = self.plan, self._cursor
+        assert plan is not None
+        assert cursor is not None
+        if not self._fetches:
+            return
+        stay, lead, here = plan.stays[index], plan.leads[index], self._position()
+        since = (here - stay.start + lead) % plan.length
+        if since >= lead + stay.length:
+            return
+        need = here + lead - since  # of its first use
+        if since > lead:
+            # It is there, by the plan. Another use in this stay may be ahead.
+            position = here % plan.length
+            need = here + cursor.schedule.next_use(stay.page, position) - position
+            if need >= here - since + lead + stay.length and not stay.whole:
+                return
+        page = self._table[stay.page]
+        if (page.host if self.tier is self._room.host else page.device) is None or page.leaving:
+            fresh = stay.fresh and since <= lead
+            self._waiting.append((need, Fetch(stay.page, plan.offsets[index], lead, fresh, index), True))
 
     def place(self, page: Page) -> int | None:
         """Where the plan has the page now; None when it isn't resident in it, or wherever there is room."""
@@ -71,16 +96,15 @@ class Replay:
                 # What can't be on its way before it is needed is left to whoever needs it: on the host, for the
                 # device's sake, nobody does.
                 self._waiting.extend(
-                    (access + fetch.lead, fetch)
+                    (access + fetch.lead, fetch, False)
                     for fetch in plan.fetches[access % plan.length]
                     if fetch.lead or self.above is not None
                 )
         self._done = max(self._done, position) if position > self._done - plan.length else position
         if self._waiting:
-            self._waiting.sort(key=lambda entry: entry[0])
-            self._waiting = [
-                entry for entry in self._waiting if entry[0] >= position - 1 and not self._begin(entry[1])
-            ]
+            # What is evicted meanwhile joins the new list.
+            entries, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
+            self._waiting += [entry for entry in entries if entry[0] >= position - 1 and not self._begin(*entry[1:])]
 
     @property
     def waiting(self) -> bool:
@@ -98,13 +122,13 @@ class Replay:
             self._moves.write(page, Reason.PLAN)
             self._moves.record(Event.EVICT, page, *ARROW[State.WRITING], Reason.PLAN)
 
-    def _begin(self, fetch: Fetch) -> bool:
+    def _begin(self, fetch: Fetch, late: bool) -> bool:
         """Begin it; whether there is nothing more to do."""
         page = self._table[fetch.page]
         if page.error is not None:
             return True
         if self.tier is self._room.host:
-            return self._begin_on_host(page, fetch)
+            return self._begin_on_host(page, fetch, late)
         if page.state is State.HOST and not page.pins:
             frame = self._frame(page, fetch)
             if frame is None:
@@ -114,19 +138,24 @@ class Replay:
             return True
         return page.state in (State.DEVICE, State.LOADING)
 
-    def _begin_on_host(self, page: Page, fetch: Fetch) -> bool:
+    def _begin_on_host(self, page: Page, fetch: Fetch, late: bool) -> bool:
         if page.state is State.DEVICE and page.host is None and self.above is not None:
             if page.pins or page.device_dirty or self.above.place(page) is not None:
                 return False
             self._moves.drop_device(page, Reason.PLAN)  # it is wanted on the host now, from the disk
         if page.host is not None:
-            if page.leaving:
-                page.leaving = False  # wanted again before it was gone: its frame stays
+            if not page.leaving:
+                return True
+            if page.host.offset != fetch.offset:
+                return False  # on its way out of a place that another page wants
+            page.leaving = False  # wanted again before it was gone: its frame stays
             return True
         if fetch.fresh and not page.blank:
             # Whoever overwrites it takes a frame then: all there is to do is to free its place.
             return fetch.offset is None or self._clear(page, fetch.offset)
         frame = self._frame(page, fetch)
+        if frame is None and late:
+            frame = self._elsewhere(page)
         if frame is None:
             return False
         if page.blank:
@@ -142,6 +171,25 @@ class Replay:
         if not self._clear(page, fetch.offset):
             return None
         return self._moves.reserve(self.tier, page, Reason.PLAN, fetch.offset)
+
+    def _elsewhere(self, page: Page) -> Frame | None:
+        """A frame that can be had at once, for a page whose own place can't be: of what the plan has nowhere."""
+        frame = self._moves.reserve(self.tier, page, Reason.PLAN)
+        if frame is not None:
+            return frame
+        strays = [
+            frame
+            for frame in self.tier.slab
+            if frame.page.state is State.HOST and not frame.page.dirty and self.place(frame.page) is None
+        ]
+        window = self.tier.slab.window(
+            page.nbytes, [frame for frame in strays if not self._room.stays(self.tier, frame.page)]
+        )
+        if window is None:
+            return None
+        for frame in window:
+            self._room.evict(self.tier, frame.page)
+        return self._moves.reserve(self.tier, page, Reason.PLAN)
 
     def _clear(self, page: Page, offset: int) -> bool:
         """Free a page's place of strays; False when that can't be done now."""

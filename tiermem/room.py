@@ -38,6 +38,8 @@ class Room:
         self._chosen = reason
         # Where a plan has a page in a tier, if anywhere; the pager says.
         self.place: Callable[[Tier, Page], int | None] = lambda tier, page: None
+        # Told of pages that give up their frames by need; the pager listens.
+        self.lost: Callable[[Tier, Page], None] = lambda tier, page: None
         self.loans = Loans()
         tiers = [self.host] if transfers.device is None else [self.host, transfers.device]
         self._homes = {tier: _homes(table, tier, tier is tiers[-1]) for tier in tiers}
@@ -53,7 +55,7 @@ class Room:
                     yield frame
         for number in tier.eviction.order():
             page = self.table[number]
-            if page.state.journey or self._stays(tier, page):
+            if page.state.journey or self.stays(tier, page):
                 continue
             if on_host and page.dirty and not page.spent and not page.sinks:
                 continue
@@ -64,7 +66,7 @@ class Room:
                 continue
             yield victim
 
-    def _stays(self, tier: Tier, page: Page) -> bool:
+    def stays(self, tier: Tier, page: Page) -> bool:
         """Is its frame in ``tier`` one that somebody uses? What is pinned on the device needs no frame on the host."""
         if tier is self.host and page.state is State.DEVICE:
             return False
@@ -95,7 +97,7 @@ class Room:
                 self._wait(other)
             if getattr(other, tier.name) is not frame:
                 continue
-            if self._stays(tier, other) or (
+            if self.stays(tier, other) or (
                 tier is self.host and other.dirty and not other.spent and not other.sinks
             ):
                 return None
@@ -158,7 +160,7 @@ class Room:
             return False
         if page.state is State.WRITING and tier is self.host:
             page.leaving = True  # gone when it has landed
-        if page.state.journey or self._stays(tier, page):
+        if page.state.journey or self.stays(tier, page):
             return False
         if tier is self.host and page.dirty and not (page.spent or page.sinks):
             return False
@@ -245,6 +247,7 @@ class Room:
                 moves.drop_device(page, self._chosen)
             moves.record(Event.EVICT, page, At.HOST, At.DISK, self._chosen)
             moves.write(page, self._chosen, leaving=True)
+        self.lost(tier, page)
 
     def _relocate(self) -> None:
         """Slide every frame that nobody looks at down, so that the holes of the host's slab become one.
@@ -270,7 +273,7 @@ class Room:
                 memory[frame.offset + done :][:size].copy_(memory[old + done :][:size])
 
     def _no_room(self, tier: Tier, page: Page) -> BudgetError:
-        pinned = [frame for frame in tier.slab if self._stays(tier, frame.page)]
+        pinned = [frame for frame in tier.slab if self.stays(tier, frame.page)]
         stuck = [
             frame for frame in tier.slab if not frame.page.sinks and frame.page.dirty and frame not in pinned
         ]

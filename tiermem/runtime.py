@@ -76,6 +76,10 @@ class Runtime:
 
     def _build(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
         config, unified = self.config, self.device.unified
+        try:
+            eviction(config.policy.eviction)
+        except ValueError as error:
+            raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
         capacity, device_capacity = self._cut(net, dtype)
         total = sum(page.nbytes for page in self.table)
@@ -104,7 +108,12 @@ class Runtime:
             # What the first step needs at the latest, so that a full disk is found out now.
             transfers.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
         stack.callback(transfers.drain)
-        reason = {"plan": Reason.PLAN, "belady": Reason.BELADY, "lru": Reason.LRU}[config.policy.eviction]
+        try:
+            eviction(config.policy.eviction)
+        except ValueError as error:
+            raise ConfigError(f"policy.eviction: {error}") from error
+        named = {"plan": Reason.PLAN, "belady": Reason.BELADY, "lru": Reason.LRU}
+        reason = named.get(config.policy.eviction, Reason.PLUGIN)
         ahead = None if disk is None and unified else self._prefetch(host.slab.nbytes)
         moving = disk is not None or not unified
         self.pager = Pager(
@@ -288,6 +297,7 @@ class Runtime:
             return
         self.hooks.detach()
         with self.door:
+            self.pager.follow(None)  # no next step is prepared any more
             self.pager.transfers.drain()
             if self.config.disk.keep and self.disk is not None:
                 self.pager.flush()

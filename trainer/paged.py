@@ -85,6 +85,7 @@ class PagedUpdate:
                 number += len(group.parts)
         with hooks.door:
             hooks.steps.end_step()
+            hooks.pager.pump()  # what the next step wants first can be on its way before it begins
 
     def _update(self, unit: Unit, group: Group, number: int, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
         runs = self._runs_of(group)

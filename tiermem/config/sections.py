@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from tiermem.config.size import Size
 
@@ -204,14 +204,17 @@ class PolicySection(Section):
     """What is evicted and what is fetched ahead of its use."""
 
     eviction: Annotated[
-        Literal["plan", "lru", "belady"],
+        str,
+        StringConstraints(pattern=r"^(plan|lru|belady|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"),
         _key(
             "What makes room. `plan` computes all moves of a step beforehand, from the recorded schedule: what "
             "stays, where it lies, what is fetched and written when. The others are to compare with: `belady` "
             "evicts what the schedule needs last, and what it does not know as `lru` does. `lru` evicts what "
-            "was used longest ago, which on a model's cyclic order reuses little.",
-            '"plan", "lru" or "belady"',
-            ["lru"],
+            "was used longest ago, which on a model's cyclic order reuses little. A class of yours is named as "
+            "`module:Class`; it has the methods of `tiermem.policies.Eviction`, and `tiermem.policies.conformance` "
+            "has the tests that it should pass.",
+            '"plan", "lru", "belady" or "module:Class"',
+            ["lru", "my_policies:Newest"],
         ),
     ] = "plan"
     prefetch: Annotated[

@@ -123,6 +123,7 @@ class Reason(enum.IntEnum):
     CLEAN = 23
     WRITEBACK = 24
     STATE = 25
+    PLUGIN = 26
     GATHER = 30
     SCATTER = 31
     REDUCE = 32
@@ -153,6 +154,7 @@ REASON_WORDS: Mapping[Reason, str] = MappingProxyType(
         Reason.CLEAN: "written ahead of need",
         Reason.WRITEBACK: "room for a writeback",
         Reason.STATE: "state saved or loaded",
+        Reason.PLUGIN: "chosen by a policy of the user's",
         Reason.GATHER: "gather",
         Reason.SCATTER: "scatter",
         Reason.REDUCE: "reduce",

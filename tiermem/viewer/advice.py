@@ -36,6 +36,11 @@ def advice(summary: Summary, policy: object) -> str:
                 "isn't prefetched: keep the model's order the same from step to step, or raise [host] budget."
             )
         return "Raise [host] budget, or [policy] lookahead: pages were not asked for ahead of their use."
+    if cause == Reason.DEPARTED:
+        return (
+            f"Units were used out of the recorded order {summary.departures:,} times, and what isn't foreseen isn't "
+            "prefetched: keep the model's order the same from step to step, or raise [host] budget."
+        )
     if cause == Reason.PREFETCHED_LATE:
         return _late(summary, keys)
     if cause == Reason.NO_FRAME:
