@@ -4,6 +4,7 @@ The link carries one transfer at a time, in the order in which they were begun; 
 begins when the one before it has ended and all that it needs has arrived. What waits, and for what, is counted.
 """
 
+import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -51,7 +52,10 @@ class _Run:
         self._free_at = 0.0  # when the link has done all that was begun
         self._landed = [0.0] * len(plan.stays)
         self._written = [0.0] * len(plan.stays)
-        self._waiting: list[int] = []  # stays whose room is being written, in the order of need
+        self._waiting: set[int] = set()  # stays whose room is being written
+        self._rooms: list[
+            tuple[float, int]
+        ] = []  # (when that is done, stay): a heap, with stays that don't wait too
         self._needs: list[list[int]] = [[] for _ in range(plan.length)]
         self._ends: list[list[int]] = [[] for _ in range(plan.length)]
         for index, stay in enumerate(plan.stays):
@@ -78,8 +82,9 @@ class _Run:
             late += max(0.0, arrived - blocked)
             self._now = max(arrived, blocked)
             # What waited for room is looked at again when an access has begun, as pumping does.
-            for index in list(self._waiting):
-                if self._room(index) <= self._now:
+            while self._rooms and self._rooms[0][0] <= self._now:
+                _, index = heapq.heappop(self._rooms)
+                if index in self._waiting:
                     self._waiting.remove(index)
                     self._fetch(index, self._now)
             self._now += seconds[position]
@@ -97,8 +102,10 @@ class _Run:
             )
         for fetch in self._plan.fetches[position]:
             if not self._plan.stays[fetch.stay].whole:
-                if self._room(fetch.stay) > self._now:
-                    self._waiting.append(fetch.stay)
+                room = self._room(fetch.stay)
+                if room > self._now:
+                    self._waiting.add(fetch.stay)
+                    heapq.heappush(self._rooms, (room, fetch.stay))
                 else:
                     self._fetch(fetch.stay, self._now)
 
