@@ -196,10 +196,10 @@ def test_the_bytes_of_a_step_are_those_of_a_real_one(wrap: Wrap) -> None:
 
 
 def test_more_ram_moves_less_and_enough_moves_nothing() -> None:
-    model = from_sizes(57_000_000, 8, width=768, vocabulary=256)
+    model = from_sizes(8_000_000, 4, width=384, vocabulary=256)
     found = [
         forecast(model, machine(host_budget=budget << 20), Training(4, 64, "fp32"))
-        for budget in (256, 512, 2048)
+        for budget in (48, 96, 2048)
     ]
     moved = [sum(each.carried.values()) for each in found]
     assert moved[0] > moved[1] > moved[2] == 0
@@ -209,11 +209,11 @@ def test_more_ram_moves_less_and_enough_moves_nothing() -> None:
 
 
 def test_what_does_not_fit_says_why_and_what_would() -> None:
-    model = from_sizes(57_000_000, 8, width=768, vocabulary=256)
-    small = forecast(model, machine(host_budget=8 << 20), Training(4, 64, "fp32"))
+    model = from_sizes(8_000_000, 4, width=384, vocabulary=256)
+    small = forecast(model, machine(host_budget=2 << 20), Training(4, 64, "fp32"))
     assert not small.fits
     assert "smallest" in small.reason or "needs" in small.reason
-    no_disk = forecast(model, machine(host_budget=256 << 20, disk_nbytes=0), Training(4, 64, "fp32"))
+    no_disk = forecast(model, machine(host_budget=48 << 20, disk_nbytes=0), Training(4, 64, "fp32"))
     assert not no_disk.fits
     wide = forecast(model, machine(device_nbytes=2 << 30), Training(512, 2048, "bf16"))
     assert not wide.fits
@@ -221,8 +221,8 @@ def test_what_does_not_fit_says_why_and_what_would() -> None:
 
 
 def test_the_best_change_is_the_one_forecast_to_be() -> None:
-    model = from_sizes(57_000_000, 8, width=768, vocabulary=256)
-    before = forecast(model, machine(host_budget=256 << 20, flops=1e13), Training(4, 64, "fp32"))
+    model = from_sizes(8_000_000, 4, width=384, vocabulary=256)
+    before = forecast(model, machine(host_budget=48 << 20, flops=1e13), Training(4, 64, "fp32"))
     assert before.bottleneck == "disk"
     found = try_changes(before)
     assert [change.gain for change in found] == sorted((change.gain for change in found), reverse=True)
@@ -281,13 +281,13 @@ def test_explain_where_everything_fits(wrap: Wrap) -> None:
 
 # -- the command --------------------------------------------------------------------------------------------
 
-SIZES = ("--params", "57M", "--layers", "8", "--width", "768", "--vocabulary", "256")
+SIZES = ("--params", "8M", "--layers", "4", "--width", "384", "--vocabulary", "256")
 SHAPE = ("--batch", "4", "--sequence", "64", "--precision", "fp32", "--tflops", "0.2")
 
 
 def test_the_command_answers_and_writes_a_policy_that_loads(run: Any, tmp_path: Path) -> None:
     out = tmp_path / "policy.toml"
-    arguments = (*SIZES, *SHAPE, "--ram", "8GiB", "--nvme", "100GB@1GB/s", "--host-budget", "256MiB")
+    arguments = (*SIZES, *SHAPE, "--ram", "8GiB", "--nvme", "100GB@1GB/s", "--host-budget", "48MiB")
     result = run(*arguments, "--endurance", "600TBW", "--out", out, "--json")
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
@@ -296,7 +296,7 @@ def test_the_command_answers_and_writes_a_policy_that_loads(run: Any, tmp_path: 
     assert answer["best_change"] in [change["change"] for change in answer["changes"]]
     assert answer["assumed"]
     config = tiermem.Config.load(out)
-    assert config.host.budget.nbytes == 256 << 20
+    assert config.host.budget.nbytes == 48 << 20
     assert config.precision.parameters == "float32"
     refused = run(*arguments, "--out", out)
     assert refused.exit_code == 2
