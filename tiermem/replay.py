@@ -104,7 +104,9 @@ class Replay:
         if self._waiting:
             # What is evicted meanwhile joins the new list.
             entries, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
-            self._waiting += [entry for entry in entries if entry[0] >= position - 1 and not self._begin(*entry[1:])]
+            self._waiting += [
+                entry for entry in entries if entry[0] >= position - 1 and not self._begin(*entry[1:])
+            ]
 
     @property
     def waiting(self) -> bool:

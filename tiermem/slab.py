@@ -64,8 +64,11 @@ class Slab:
 
     def between(self, start: int, end: int) -> list[Frame]:
         """The frames that hold any of the bytes from ``start`` to ``end``."""
-        frames = (self._frames[offset] for offset in self._offsets[: bisect_left(self._offsets, end)])
-        return [frame for frame in frames if frame.offset + frame.nbytes > start]
+        first, last = bisect_right(self._offsets, start) - 1, bisect_left(self._offsets, end)
+        frames = [self._frames[offset] for offset in self._offsets[max(0, first) : last]]
+        if frames and frames[0].offset + frames[0].nbytes <= start:
+            del frames[0]  # it ends before
+        return frames
 
     def _cut(self, index: int, offset: int, page: Page) -> Frame:
         nbytes = page.nbytes

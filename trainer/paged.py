@@ -220,7 +220,7 @@ class PagedUpdate:
         known = self._runs.get(id(group))
         if known is not None and known[0] == landed:
             return known[1]
-        self._settle_steps()
+        self._settle(group)
         runs: list[Run] = []
         for index, field in enumerate(group.fields):
             setting = self.settings.get(id(field.parameter))
@@ -241,10 +241,13 @@ class PagedUpdate:
         """Write what the runs counted back to the single parameters."""
         for unit in self.hooks.units:
             for group in unit.groups:
-                known = self._runs.pop(id(group), None)
-                for run in known[1] if known else ():
-                    for index in run.fields:
-                        self.steps[id(group.fields[index].parameter)] = run.step
+                self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        known = self._runs.pop(id(group), None)
+        for run in known[1] if known else ():
+            for index in run.fields:
+                self.steps[id(group.fields[index].parameter)] = run.step
 
     # -- state, as state_dict has it ------------------------------------------------------------------------
 
