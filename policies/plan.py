@@ -45,7 +45,7 @@ class Plan:
         self.offsets = offsets
         self.leads = leads
         self.behind = behind
-        self.loaded, self.written = residency.traffic(stays, sizes, length)
+        self.loaded, self.written = residency.traffic(stays, sizes)
         self.fetches: list[list[Fetch]] = [[] for _ in range(length)]
         self.writes: list[list[int]] = [[] for _ in range(length)]
         self._of: dict[int, list[int]] = {}  # page -> its stays, in the order of their starts

@@ -121,8 +121,8 @@ def stays(uses: Uses, kept: Collection[tuple[int, int]]) -> list[Stay]:
     return found
 
 
-def traffic(found: Sequence[Stay], sizes: Mapping[int, int], length: int) -> tuple[int, int]:
-    """The bytes (loaded, written) in each cycle of ``length`` accesses."""
+def traffic(found: Sequence[Stay], sizes: Mapping[int, int]) -> tuple[int, int]:
+    """The bytes (loaded, written) in each cycle."""
     loaded = sum(sizes[stay.page] for stay in found if not stay.fresh and not stay.whole)
     return loaded, sum(sizes[stay.page] for stay in found if stay.dirty)
 

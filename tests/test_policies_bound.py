@@ -37,7 +37,7 @@ def best(steps: Schedule, sizes: dict[int, int], capacity: int) -> int:
                 for step in range(1, uses.after(page, use)[0]):
                     held[(start + step) % uses.length] += sizes[page]
             if held.max() <= capacity:
-                moved = sum(residency.traffic(residency.stays(uses, set(kept)), sizes, uses.length))
+                moved = sum(residency.traffic(residency.stays(uses, set(kept)), sizes))
                 least = moved if least is None else min(least, moved)
     assert least is not None
     return least
