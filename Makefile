@@ -21,7 +21,7 @@ demo: setup
 
 test: setup
 	scripts/browser.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -250,3 +250,12 @@ class Disk:
                 stack.callback(folder.close)
             for file in self.files:
                 stack.callback(file.close)
+
+
+def free_nbytes(folder: Path) -> int:
+    """Bytes free on the filesystem of ``folder``, or of its nearest parent that exists."""
+    path = folder.absolute()
+    while not path.exists():
+        path = path.parent
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize

@@ -165,7 +165,8 @@ class TieredModule(nn.Module):
 
         Printed, it is a table; ``to_dict()`` has the figures, sizes in bytes and times in seconds. Call it between two
         steps. Where the model is paged to a disk, the disk's rate is measured on the way, with 64 MiB in the run's
-        first folder. Raises PagingError when the model is closed, and OSError when the disk can't be measured.
+        first folder, unless a trace has had it measured at the beginning. Raises PagingError when the model is closed,
+        and OSError when the disk can't be measured.
         """
         self._runtime.check_open()
         return explain(self._runtime, self._laps)

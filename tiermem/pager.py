@@ -325,7 +325,9 @@ class Pager:
         if page.device_dirty:
             self.room.store(page)
             return
+        assert self.device is not None
         self.transfers.drop_device(page, Reason.DISCARD)
+        self.room.lost(self.device, page)
         if page.state is State.DISK:
             frame = self.room.make(self.host, page, Reason.DEMAND)
             if page.blank:
@@ -347,7 +349,9 @@ class Pager:
             if page.device_dirty:
                 self.room.store(page)  # if it isn't overwritten after all, this is its content
             else:
+                assert self.device is not None
                 self.transfers.drop_device(page, Reason.DISCARD)
+                self.room.lost(self.device, page)
         if page.state is State.DISK:
             self.transfers.settle(page, self.room.make(self.host, page, Reason.DEMAND))
             page.hollow = True

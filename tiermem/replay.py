@@ -11,6 +11,8 @@ a step everything is where the plan has it.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from tiermem.page import Frame, Page, State
 from tiermem.policies import Cursor, Fetch, Plan
 from tiermem.room import Room
@@ -32,18 +34,34 @@ class Replay:
         self._moves = room.transfers
         self._table = table
         self._cursor: Cursor | None = None
+        self._due: list[list[Fetch]] = []  # what each access releases, of what is to be on its way early
+        self._length = 0  # of the schedule
         self._done = 0  # accesses whose moves are released, over all steps
         # (the access that needs it, what, whether it makes up for something), in this order
         self._waiting: list[tuple[int, Fetch, bool]] = []
 
     def follow(self, cursor: Cursor | None, plan: Plan | None) -> None:
-        """From now on go by this plan; what should be resident and isn't, is fetched."""
-        self._cursor, self.plan = (cursor, plan) if plan is not None else (None, None)
-        self._waiting.clear()
-        if self._cursor is None or self.plan is None:
+        """From now on go by this plan; what should be resident and isn't, is fetched.
+
+        To go on with the same costs nothing: what was lost on the way has been told of, by :meth:`lost`.
+        """
+        if plan is None or cursor is None:
+            self._cursor = self.plan = None
+            self._waiting.clear()
             return
+        if cursor is self._cursor and plan is self.plan:
+            return
+        if plan is not self.plan:
+            # What can't be on its way before it is needed is left to whoever needs it: on the host, for the
+            # device's sake, nobody does.
+            self._due = [
+                [fetch for fetch in fetches if self._fetches and (fetch.lead or self.above is not None)]
+                for fetches in plan.fetches
+            ]
+        self._cursor, self.plan, self._length = cursor, plan, len(cursor.schedule)
+        self._waiting.clear()
         self._done = self._position()
-        for index in range(len(self.plan.stays)):
+        for index in range(len(plan.stays)):
             self._catch_up(index)
 
     def lost(self, page: Page) -> None:
@@ -88,22 +106,19 @@ class Replay:
         plan = self.plan
         if plan is None:
             return
-        position = self._position()
-        for access in range(max(self._done, position - plan.length), position):
-            for number in plan.writes[access % plan.length]:
-                self._write(self._table[number])
-            if self._fetches:
-                # What can't be on its way before it is needed is left to whoever needs it: on the host, for the
-                # device's sake, nobody does.
-                self._waiting.extend(
-                    (access + fetch.lead, fetch, False)
-                    for fetch in plan.fetches[access % plan.length]
-                    if fetch.lead or self.above is not None
-                )
-        self._done = max(self._done, position) if position > self._done - plan.length else position
+        position, length = self._position(), self._length
+        if position != self._done:
+            for access in range(max(self._done, position - length), position):
+                for number in plan.writes[access % length]:
+                    self._write(self._table[number])
+                for fetch in self._due[access % length]:
+                    self._waiting.append((access + fetch.lead, fetch, False))
+            self._done = max(self._done, position) if position > self._done - length else position
         if self._waiting:
             # What is evicted meanwhile joins the new list.
-            entries, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
+            entries, self._waiting = self._waiting, []
+            if len(entries) > 1:
+                entries.sort(key=_need)
             self._waiting += [
                 entry for entry in entries if entry[0] >= position - 1 and not self._begin(*entry[1:])
             ]
@@ -116,7 +131,7 @@ class Replay:
     def _position(self) -> int:
         cursor = self._cursor
         assert cursor is not None
-        return cursor.steps * len(cursor.schedule) + cursor.position
+        return cursor.steps * self._length + cursor.position
 
     def _write(self, page: Page) -> None:
         """Write a page whose stay is over, so that its frame can be had without waiting."""
@@ -168,10 +183,9 @@ class Replay:
         return True
 
     def _frame(self, page: Page, fetch: Fetch) -> Frame | None:
-        if fetch.offset is None:
-            return self._moves.reserve(self.tier, page, Reason.PLAN)
-        if not self._clear(page, fetch.offset):
-            return None
+        frame = self._moves.reserve(self.tier, page, Reason.PLAN, fetch.offset)
+        if frame is not None or fetch.offset is None or not self._clear(page, fetch.offset):
+            return frame
         return self._moves.reserve(self.tier, page, Reason.PLAN, fetch.offset)
 
     def _elsewhere(self, page: Page) -> Frame | None:
@@ -204,3 +218,6 @@ class Replay:
         page.prefetched = True
         self._moves.counters.num_prefetches += 1
         self._moves.record(Event.PREFETCH, page, *ARROW[page.state], Reason.PLAN)
+
+
+_need = itemgetter(0)

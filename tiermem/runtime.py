@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from tiermem.aio.memory import look
 from tiermem.config import Config, Size
 from tiermem.config import Tier as TierName
 from tiermem.device import Device, available_nbytes, open_device
-from tiermem.disk import Disk
+from tiermem.disk import Disk, free_nbytes
 from tiermem.door import Door
 from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
+from tiermem.limits import measure_limits
 from tiermem.page import ALIGNMENT, Kind, Page
 from tiermem.pager import Pager
 from tiermem.policies import Ahead, eviction, prefetch
@@ -101,6 +101,10 @@ class Runtime:
         self.door = Door()
         disk = self._disk(stack) if total > host.slab.nbytes else None
         self.disk = disk
+        self.limits: dict[str, float] = {}
+        if config.trace.file is not None:
+            whole = disk.whole if disk is not None else None
+            self.limits = measure_limits(config, whole, host, device_tier, self.device)
         self.trace: AnyTrace = self._trace()
         stack.callback(self.trace.close)
         transfers = Transfers(host, device_tier, disk, self.queue, self.device, self.trace)
@@ -269,7 +273,7 @@ class Runtime:
                 for page in self.table
             ],
             budgets=self.budgets,
-            meta={"policy": self.config.to_toml(), "device": self.device.name},
+            meta={"policy": self.config.to_toml(), "device": self.device.name, "limits": self.limits},
         )
 
     # -- closing ------------------------------------------------------------------------------------------
@@ -404,12 +408,3 @@ def pages_of(group: Group) -> list[Page]:
     """All pages of a group."""
     pages = [group.parameter, *([group.gradient] if group.gradient else [])]
     return pages + [page for part in group.parts for page in part.pages]
-
-
-def free_nbytes(folder: Path) -> int:
-    """Bytes free on the filesystem of ``folder``, or of its nearest parent that exists."""
-    path = folder.absolute()
-    while not path.exists():
-        path = path.parent
-    space = os.statvfs(path)
-    return space.f_bavail * space.f_frsize

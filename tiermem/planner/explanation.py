@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from tiermem.aio import measure
 from tiermem.errors import format_bytes
+from tiermem.limits import disk_limits
 from tiermem.page import Kind
 from tiermem.planner.forecast import PLACES
 from tiermem.policies.timeline import Link, play
-from tiermem.runtime import Runtime, free_nbytes
+from tiermem.runtime import Runtime
 
 KEPT = 16
 """Steps that actual figures are the median of, at most."""
-MEASURED_NBYTES = 64 << 20
-"""What is written and read to find the disk's rate."""
 PCIE = Link(25e9, 25e9, 1e-5)
-"""A device's link, which isn't measured: PCIe 4.0 with 16 lanes in practice."""
+"""A device's link, where it wasn't measured: PCIe 4.0 with 16 lanes in practice."""
 
 Key = tuple[str, str]
 
@@ -123,8 +119,8 @@ class Explanation:
 def explain(runtime: Runtime, laps: Laps, disk: Link | None = None) -> Explanation:
     """What the live plans of a run foretell of a step, and what its last steps were.
 
-    ``disk`` is the rate to foretell with; without it, it is measured now, with 64 MiB in the run's first folder, where
-    the model is paged to a disk. Nothing of the run changes.
+    ``disk`` is the rate to foretell with; without it, it is what was measured when the run began, or is measured now,
+    with 64 MiB in the run's first folder, where the model is paged to a disk. Nothing of the run changes.
     """
     notes = []
     with runtime.door:
@@ -151,13 +147,19 @@ def explain(runtime: Runtime, laps: Laps, disk: Link | None = None) -> Explanati
     busy = {"compute": sum(seconds)}
     moved: dict[str, tuple[str, str, Link]] = {}
     if runtime.disk is not None:
-        link = disk or _measured(runtime)
+        link = disk or Link(*_disk_limits(runtime), 5e-5)
         rates |= {"disk_read": link.read, "disk_write": link.write}
         moved["host"] = ("disk_to_host", "host_to_disk", link)
     if runtime.pager.device is not None:
-        rates["host_to_device"] = PCIE.read
-        moved["device"] = ("host_to_device", "", PCIE)
-        notes.append(f"the link to the device is taken to carry {PCIE.read / 1e9:g} GB/s; it isn't measured")
+        link = PCIE
+        if "host->device" in runtime.limits:
+            link = Link(runtime.limits["host->device"], runtime.limits["device->host"], PCIE.latency)
+        else:
+            notes.append(
+                f"the link to the device is taken to carry {PCIE.read / 1e9:g} GB/s; a run with a trace measures it"
+            )
+        rates["host_to_device"] = link.read
+        moved["device"] = ("host_to_device", "", link)
         predicted["device_to_host"] = _gradients(runtime)
     stall, planned = 0.0, bool(accesses)
     for tier, (down, up, link) in moved.items():
@@ -188,16 +190,11 @@ def explain(runtime: Runtime, laps: Laps, disk: Link | None = None) -> Explanati
     return Explanation(predicted, actual or {}, len(laps), rates, placement, bottleneck, tuple(notes))
 
 
-def _measured(runtime: Runtime) -> Link:
-    folder = runtime.config.disk.folders[0]
-    count = max(1, len(runtime.config.disk.folders))
-    io = runtime.config.io
-    nbytes = MEASURED_NBYTES
-    with suppress(OSError):
-        nbytes = min(nbytes, free_nbytes(folder) // 4)
-    nbytes -= nbytes % (1 << 20)
-    speed = measure(os.fspath(folder), max(nbytes, 1 << 20), io.request.resolve(0), io.depth, io.engine)
-    return Link(count * speed.read, count * speed.write, 5e-5)
+def _disk_limits(runtime: Runtime) -> tuple[float, float]:
+    """What the disk was measured to carry when the run began; measured now if it was not."""
+    if "disk->host" in runtime.limits:
+        return runtime.limits["disk->host"], runtime.limits["host->disk"]
+    return disk_limits(runtime.config)
 
 
 def _gradients(runtime: Runtime) -> float:
