@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiermem.config import Config
+    from tiermem.deferred import deferred_init
     from tiermem.errors import BudgetError, ConfigError, PagingError, TiermemError, TransferError
     from tiermem.module import TieredModule
+    from tiermem.pretrained import from_pretrained
 
 __all__ = [
     "BudgetError",
@@ -20,11 +22,18 @@ __all__ = [
     "TieredModule",
     "TiermemError",
     "TransferError",
+    "deferred_init",
+    "from_pretrained",
 ]
 
 __version__ = "0.1.0"
 
-_HOMES = {"Config": "tiermem.config", "TieredModule": "tiermem.module"}
+_HOMES = {
+    "Config": "tiermem.config",
+    "TieredModule": "tiermem.module",
+    "deferred_init": "tiermem.deferred",
+    "from_pretrained": "tiermem.pretrained",
+}
 
 
 def __getattr__(name: str) -> Any:

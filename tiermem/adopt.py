@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tiermem.deferral import Deferral, deferral_of
 from tiermem.device import Device, available_nbytes
 from tiermem.disk import Disk
 from tiermem.door import Door
@@ -19,6 +20,8 @@ from tiermem.errors import format_bytes
 from tiermem.page import Page
 from tiermem.pager import Pager
 from tiermem.policies import Phase
+from tiermem.spill import flat
+from tiermem.tier import trim_memory
 from tiermem.unit import Field, Group, Part, Unit
 
 
@@ -36,6 +39,11 @@ class Adoption:
         self._own: list[
             tuple[Group, list[torch.dtype]]
         ] = []  # taken, and of which dtypes the parameters were
+        self._deferred: dict[int, Deferral] = {}  # id of a parameter that is deferred -> by whom
+        for group in self._groups:
+            for field in group.fields:
+                if (deferral := deferral_of(field.parameter)) is not None:
+                    self._deferred[id(field.parameter)] = deferral
         self._gradients = list(self._groups)  # still to be given back
 
     # -- into pages ---------------------------------------------------------------------------------------
@@ -51,6 +59,16 @@ class Adoption:
                 self._take(group)
                 group.unbind()
                 self._own.append((group, dtypes))
+            if self._deferred:
+                trim_memory()  # what was converted lies between what is kept, and would be kept too
+        for deferral in set(self._deferred.values()):
+            deferral.cool()
+
+    def settle(self) -> None:
+        """The parameters are taken for good: those that were deferred need not be made again."""
+        while self._deferred:
+            identity, deferral = self._deferred.popitem()
+            deferral.forget(identity)
 
     def undo(self) -> None:
         """Give the parameters back as they were, after a wrap that was broken off."""
@@ -59,6 +77,10 @@ class Adoption:
                 group, dtypes = self._own[-1]
                 self._give_back(group, dtypes)
                 self._own.pop()
+            for group in self._groups:
+                for field in group.fields:
+                    if (deferral := self._deferred.get(id(field.parameter))) is not None:
+                        deferral.take_back(field.parameter)
 
     def _take(self, group: Group) -> None:
         pager, host, page = self._pager, self._pager.host, group.parameter
@@ -70,7 +92,11 @@ class Adoption:
             assert page.host is not None
             for field in group.fields:
                 place = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
-                place.copy_(field.parameter)
+                deferral = self._deferred.get(id(field.parameter))
+                if deferral is None:
+                    place.copy_(field.parameter)
+                else:
+                    deferral.fill(field.parameter, place)
         finally:
             pager.unpin([page], dirty=True)
         self._send([page])
@@ -97,12 +123,14 @@ class Adoption:
         try:
             assert master.host is not None
             for field in group.fields:
+                if not dirty and id(field.parameter) in self._deferred:
+                    continue  # it is made again, and not given back
                 low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
                 if low < high:
                     place = self._pager.host.view(
                         master.host, torch.float32, low - part.start, (high - low,), (1,)
                     )
-                    move(place, flat(field)[low - field.offset : high - field.offset])
+                    move(place, elements(field, low - field.offset, high - field.offset))
         finally:
             self._pager.unpin([master], dirty=dirty)
 
@@ -150,11 +178,15 @@ class Adoption:
     def _give_back(self, group: Group, dtypes: Sequence[torch.dtype]) -> None:
         page, host = group.parameter, self._pager.host
         group.unbind()  # now, or the page's eviction would do it to the restored parameters
+        if all(id(field.parameter) in self._deferred for field in group.fields):
+            return  # they are made again
         self._pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
         try:
             assert page.host is not None
             with torch.inference_mode(False):
                 for field, dtype in zip(group.fields, dtypes, strict=True):
+                    if id(field.parameter) in self._deferred:
+                        continue
                     view = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
                     field.parameter.data = view.to(self._device.torch_device, dtype, copy=True)
         finally:
@@ -192,10 +224,13 @@ class Adoption:
             self._pager.discard(page)
 
 
-def flat(field: Field) -> torch.Tensor:
+def elements(field: Field, low: int, high: int) -> torch.Tensor:
     """A parameter's own elements in the order in which its page has them (one dimension)."""
+    deferral = deferral_of(field.parameter)
+    if deferral is not None:
+        return deferral.elements(field.parameter, low, high)
     with torch._C.DisableTorchFunctionSubclass():
         tensor = field.parameter.data
     if tuple(tensor.stride()) != field.stride:
         tensor = torch.empty_strided(field.size, field.stride, dtype=tensor.dtype).copy_(tensor)
-    return tensor.as_strided((field.numel,), (1,))
+    return flat(tensor)[low:high]

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from typing import Protocol
 
 import torch
 
-from tiermem.page import Page
+
+class Pinned(Protocol):
+    """What a tensor can hold in its place: a page."""
+
+    pins: int
+
 
 _loans: dict[int, Loan] = {}  # the id of a tensor -> what tells its death
 
@@ -24,7 +30,7 @@ class Loan(weakref.ref[torch.Tensor]):
 
     identity: int
     owner: object
-    page: Page
+    page: Pinned
 
 
 class Loans:
@@ -33,7 +39,7 @@ class Loans:
     def __init__(self) -> None:
         self._returned: deque[Loan] = deque()
 
-    def lend(self, tensor: torch.Tensor, page: Page, owner: object) -> None:
+    def lend(self, tensor: torch.Tensor, page: Pinned, owner: object) -> None:
         """Pass one pin of ``page`` on to ``tensor``."""
         loan = Loan(tensor, self._returned.append)
         loan.identity, loan.owner, loan.page = id(tensor), owner, page

@@ -47,10 +47,10 @@ class Owner(Protocol):
 _owners: dict[int, Owner] = {}
 
 
-def own(parameter: nn.Parameter, owner: Owner) -> None:
+def own(parameter: nn.Parameter, owner: Owner, kind: type[PagedParameter] | None = None) -> None:
     """From now on touches of ``parameter`` go to ``owner``."""
     _owners[id(parameter)] = owner
-    parameter.__class__ = PagedParameter
+    parameter.__class__ = kind or PagedParameter
 
 
 def disown(parameter: nn.Parameter) -> None:
@@ -61,7 +61,8 @@ def disown(parameter: nn.Parameter) -> None:
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
     """Who pages this parameter; None for an ordinary one."""
-    return _owners.get(id(parameter))
+    # An ordinary one may have the id of one that has died.
+    return _owners.get(id(parameter)) if isinstance(parameter, PagedParameter) else None
 
 
 class PagedParameter(nn.Parameter):
@@ -87,6 +88,18 @@ class PagedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         copy: Any = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copy.__reduce_ex__(protocol)
+
+
+class DeferredParameter(PagedParameter):
+    """A parameter that has not been paged yet, and no bytes of its own either: see ``tiermem.deferral``."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is deferred too."""
+        if id(self) not in memo:
+            owner: Any = _owners[id(self)]
+            memo[id(self)] = owner.copy(self)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
 
 
 class PagedView(torch.Tensor):

@@ -155,6 +155,7 @@ class Runtime:
             for parameter, _ in given:
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = None
+            self.adoption.settle()
         trim_memory()
 
     def _cut(self, net: nn.Module, dtype: torch.dtype | None) -> tuple[int, int | None]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.page import Frame, Kind, Page
+from tiermem.parameter import DeferredParameter
 from tiermem.table import PageTable
 from tiermem.tier import Tier, aligned
 
@@ -301,7 +302,7 @@ def _own_modules(module: nn.Module, by_module: dict[int, Unit]) -> Iterator[nn.M
 
 
 def _admit(parameter: nn.Parameter, name: str, meta: bool) -> None:
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) not in (nn.Parameter, DeferredParameter):
         raise ConfigError(
             f"parameter {name} is a {type(parameter).__name__}: only plain torch.nn.Parameter can be paged "
             "(initialise lazy modules, unwrap distributed ones, close the model that pages it already)"
@@ -312,11 +313,17 @@ def _admit(parameter: nn.Parameter, name: str, meta: bool) -> None:
         raise ConfigError(
             f"parameter {name} was made in inference mode, and can't be trained or paged: make it outside"
         )
-    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+    if dense_stride(parameter) != parameter.stride():
         raise ConfigError(
             f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}, with gaps or "
             "overlaps: replace it by a contiguous one"
         )
+
+
+def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides in which a page has the parameter: its own, where it has neither gaps nor overlaps."""
+    own = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return tuple(torch.empty_like(own).stride())
 
 
 def _group(
@@ -335,8 +342,8 @@ def _group(
     for parameter in parameters:
         numel = parameter.numel()
         size = tuple(parameter.shape)
-        dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
-        fields.append(Field(names[id(parameter)], parameter, offset, numel, size, tuple(dense.stride())))
+        stride = dense_stride(parameter)
+        fields.append(Field(names[id(parameter)], parameter, offset, numel, size, stride))
         offset += aligned(numel, dtype)
 
     def page(kind: Kind, of: torch.dtype, numel: int) -> Page:
