@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tiermem.trace import Event, PageInfo, Phase, Reason, Tier, Trace, TraceError
 from tiermem.trace.perfetto import export
-from tiermem.trace.reader import TraceFile
-from tiermem.trace.summary import merge, summarise
+from tiermem.trace.reader import RECORD_DTYPE, TraceFile
+from tiermem.trace.summary import summarise
+from tiermem.trace.tally import Union, merge
 
 MS = 1_000_000
 PAGES = [
@@ -246,3 +247,21 @@ def test_an_export_that_can_not_be_written(known, tmp_path):
         with pytest.raises(TraceError):
             export(known, path)
     assert [path.name for path in tmp_path.iterdir()] == ["run.trace"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=40),
+    st.integers(1, 7),
+)
+def test_a_union_is_the_same_in_pieces(spans, size):
+    records = np.zeros(len(spans), RECORD_DTYPE)
+    for record, (start, duration) in zip(records, spans, strict=True):
+        record["start"], record["duration"] = start, duration
+    covered = {moment for start, duration in spans for moment in range(start, start + duration)}
+    union = Union()
+    for begin in range(0, len(records), size):
+        union.add(records[begin : begin + size])
+        rest = records["start"][begin + size :]
+        union.settle(int(rest.min()) if len(rest) else 1 << 40)
+    assert union.seconds == len(covered) / 1e9
+    assert len(union._start) == 0  # what is settled takes no memory

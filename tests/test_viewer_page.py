@@ -30,7 +30,7 @@ from tests.browser import (
 from tests.viewer_traces import MS, Writer
 from tiermem.trace import Event, Tier
 from tiermem.trace.reader import TraceFile
-from tiermem.trace.summary import merge
+from tiermem.trace.tally import merge
 
 pytestmark = pytest.mark.chromium
 

@@ -20,7 +20,7 @@ from tiermem.trace.errors import TraceError
 from tiermem.trace.events import REASON_WORDS, Event, Phase, Tier
 from tiermem.trace.place import reason, replaceable
 from tiermem.trace.reader import RECORD_DTYPE, TraceFile
-from tiermem.trace.summary import having, reserved
+from tiermem.trace.tally import having, reserved
 
 _SPANS = (
     Event.STEP,

@@ -16,7 +16,7 @@ from tiermem.policies import Access, Phase, Schedule
 from tiermem.trace.errors import TraceError
 from tiermem.trace.events import Event, Tier
 from tiermem.trace.reader import Records, TraceFile
-from tiermem.trace.summary import having, merge
+from tiermem.trace.tally import having, merge
 
 if sys.version_info >= (3, 11):
     import tomllib

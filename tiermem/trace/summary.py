@@ -4,7 +4,7 @@ Times are unions: two transfers at once on one link count once, so that bytes ov
 the link while it was busy, and a wait within a computation is a wait and not computation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tiermem.trace.events import REASON_WORDS, Event, Phase, Reason, Tier
-from tiermem.trace.reader import RECORD_DTYPE, Records, TraceFile
-
-_Integers = npt.NDArray[np.int64]
+from tiermem.trace.reader import Records, TraceFile
+from tiermem.trace.tally import Fates, Kinds, Longest, Unions, having, pieces_with_horizon, reserved
 
 _TRANSFERS = (Event.LANDED, Event.WRITEBACK)
-_REQUESTS = (Event.PREFETCH, Event.HIT, Event.FAULT, Event.EVICT)
+_SPANS = (*_TRANSFERS, Event.COMPUTE, Event.OPTIMIZER, Event.COLLECTIVE, Event.STALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,28 +130,20 @@ class Summary:
 
 
 def summarise(trace: TraceFile, top: int = 10) -> Summary:
-    """Compute the figures of ``trace`` with its ``top`` slowest stalls.
+    """Compute the figures of ``trace`` with its ``top`` slowest stalls, in memory that doesn't grow with the trace.
 
     ``stall_share`` is the time spent waiting in finished steps over the time of those steps. All other times
     are of the whole trace, unfinished steps included.
     """
-    spans = _select(trace, (Event.COMPUTE, Event.OPTIMIZER, Event.COLLECTIVE, Event.STALL, Event.STEP))
-    compute, optimizer, collective, stalls, steps = (
-        spans[spans["event"] == event]
-        for event in (Event.COMPUTE, Event.OPTIMIZER, Event.COLLECTIVE, Event.STALL, Event.STEP)
-    )
-    phases = {
-        phase.name.lower(): _phase_time(
-            *(kind[kind["phase"] == phase] for kind in (compute, optimizer, stalls))
-        )
-        for phase in Phase
-    }
-    durations = steps["duration"] / 1e9
-    finished = stalls[np.isin(stalls["step"], steps["step"])]
+    figures = _Figures(trace, top)
+    stalls_by_reason = {REASON_WORDS[Reason(key[1])]: s for key, s in figures.unions.named("reason")}
+    stalls_by_link = {_link_name(*key[1:]): s for key, s in figures.unions.named("stall link")}
+    phases = {phase.name.lower(): figures.phase(phase) for phase in Phase}
+    durations = figures.durations / 1e9
     step_s = float(durations.sum())
-    links = _links(trace)
-    stalls_by_reason = _stalls_by_reason(stalls)
-    share = _union_s(finished) / step_s if step_s else 0.0
+    share = figures.unions.seconds("finished") / step_s if step_s else 0.0
+    links = figures.links()
+    counts = figures.counts
     return Summary(
         path=str(trace.path),
         state="closed" if trace.closed else "being written" if trace.live else "not closed",
@@ -160,172 +151,151 @@ def summarise(trace: TraceFile, top: int = 10) -> Summary:
         num_records=len(trace.records),
         num_units=len(trace.units),
         num_pages=len(trace.pages),
-        seconds=_extent_s(trace),
+        seconds=figures.extent / 1e9,
         steps=Steps(
-            count=len(steps),
-            mean_s=float(durations.mean()) if len(steps) else 0.0,
-            median_s=float(np.median(durations)) if len(steps) else 0.0,
+            count=len(durations),
+            mean_s=float(durations.mean()) if len(durations) else 0.0,
+            median_s=float(np.median(durations)) if len(durations) else 0.0,
         ),
         phases=phases,
         compute_s=sum(each.compute_s for each in phases.values()),
         optimizer_s=sum(each.optimizer_s for each in phases.values()),
-        collective_s=_union_s(collective),
-        stall_s=_union_s(stalls),
+        collective_s=figures.unions.seconds("collective"),
+        stall_s=figures.unions.seconds("stall"),
         stall_share=share,
         stalls_by_reason=stalls_by_reason,
-        slowest_stalls=_slowest(trace, stalls, top),
+        slowest_stalls=[_stall(trace, record) for record in figures.slowest.records],
         links=links,
-        requests=_requests(trace),
-        evictions=_evictions(trace),
+        requests=figures.requests(),
+        evictions={
+            REASON_WORDS[Reason(reason)]: int(num) for reason, num in enumerate(figures.evictions) if num
+        },
         tiers=_tiers(trace),
-        failures=_count(trace, Event.FAILED),
-        departures=_count(trace, Event.DEPARTURE),
-        verdict=_verdict(len(steps), share, stalls_by_reason, _stalls_by_link(stalls), links),
+        failures=int(counts[Event.FAILED]),
+        departures=int(counts[Event.DEPARTURE]),
+        verdict=_verdict(len(durations), share, stalls_by_reason, stalls_by_link, links),
     )
 
 
-def merge(start: _Integers, end: _Integers) -> tuple[_Integers, _Integers]:
-    """The union of intervals as disjoint ones, in order."""
-    if len(start) == 0:
-        return start, end
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
-    first = np.concatenate(([True], start[1:] > end[:-1]))
-    last = np.concatenate((first[1:], [True]))
-    return start[first], end[last]
+class _Figures:
+    """What a pass over a trace's records gathers."""
 
+    def __init__(self, trace: TraceFile, top: int) -> None:
+        self.unions = Unions()
+        self.counts = np.zeros(256, np.int64)  # of events
+        self.evictions = np.zeros(256, np.int64)  # by reason
+        self.durations = np.empty(0, np.int64)  # of finished steps
+        self.slowest = Longest(top)
+        self.extent = 0
+        self._kinds = Kinds(trace)
+        self._limits = trace.meta.get("limits")
+        self._fates = Fates()
+        # (source, target) -> transfers, and their bytes by kind
+        self._carried: dict[tuple[int, int], tuple[int, npt.NDArray[np.int64]]] = {}
+        finished = np.unique(
+            np.concatenate(
+                [np.empty(0, np.int32)] + [p["step"][p["event"] == Event.STEP] for p in trace.pieces()]
+            )
+        )
+        begin, end = 1 << 62, 0
+        for piece, horizon in pieces_with_horizon(trace, _SPANS):
+            begin = min(begin, int(piece["start"].min()))
+            end = max(end, int((piece["start"] + piece["duration"]).max()))
+            self._add(piece, finished)
+            self.unions.settle(horizon)
+        self.extent = max(0, end - begin)
 
-def reserved(piece: Records, tier: Tier) -> _Integers:
-    """By how many bytes each record changes what is reserved in ``tier``."""
-    gained = np.where((piece["event"] == Event.RESERVE) & (piece["target"] == tier), piece["nbytes"], 0)
-    lost = np.where((piece["event"] == Event.RELEASE) & (piece["source"] == tier), piece["nbytes"], 0)
-    change: _Integers = gained - lost
-    return change
+    def _add(self, piece: Records, finished: npt.NDArray[np.int32]) -> None:
+        self.counts += np.bincount(piece["event"], minlength=256)
+        self.evictions += np.bincount(piece["reason"][piece["event"] == Event.EVICT], minlength=256)
+        self._fates.add(piece)
+        compute, optimizer, collective, stalls, steps = (
+            piece[piece["event"] == event]
+            for event in (Event.COMPUTE, Event.OPTIMIZER, Event.COLLECTIVE, Event.STALL, Event.STEP)
+        )
+        self.durations = np.concatenate((self.durations, steps["duration"]))
+        self.slowest.add(stalls)
+        add = self.unions.add
+        add("collective", collective)
+        add("stall", stalls)
+        add("finished", stalls[np.isin(stalls["step"], finished)])
+        for phase in Phase:
+            waits = stalls[stalls["phase"] == phase]
+            add(("stall in", phase), waits)
+            add(("compute or stall in", phase), compute[compute["phase"] == phase], waits)
+            add(("optimizer in", phase), optimizer[optimizer["phase"] == phase])
+        for reason in np.unique(stalls["reason"]):
+            add(("reason", int(reason)), stalls[stalls["reason"] == reason])
+        for source, target, waits in _by_link(stalls):
+            if target != Tier.NONE:
+                add(("stall link", source, target), waits)
+        for source, target, moves in _by_link(piece[having(piece, _TRANSFERS)]):
+            add(("link", source, target), moves)
+            sums = np.zeros(len(self._kinds.names) + 1, np.int64)
+            np.add.at(sums, self._kinds.of(moves["page"]), moves["nbytes"])
+            count, before = self._carried.get((source, target), (0, np.zeros_like(sums)))
+            self._carried[source, target] = (count + len(moves), before + sums)
 
+    def phase(self, phase: Phase) -> PhaseTime:
+        """The time of one phase."""
+        stall_s = self.unions.seconds(("stall in", phase))
+        return PhaseTime(
+            # |A without S| = |A and S together| - |S|
+            compute_s=self.unions.seconds(("compute or stall in", phase)) - stall_s,
+            optimizer_s=self.unions.seconds(("optimizer in", phase)),
+            stall_s=stall_s,
+        )
 
-class Kinds:
-    """The kinds of a trace's pages: ``names`` in order, the number behind the last for pages it doesn't list."""
-
-    def __init__(self, trace: TraceFile) -> None:
-        self.names: Sequence[str] = sorted({page.kind for page in trace.pages.values()})
-        numbers = sorted(trace.pages)
-        place = {kind: index for index, kind in enumerate(self.names)}
-        self._pages = np.array(numbers, np.int64)
-        self._kinds = np.array([place[trace.pages[number].kind] for number in numbers], np.int64)
-
-    def of(self, pages: npt.NDArray[Any]) -> _Integers:
-        """The number of the kind of each of ``pages``."""
-        index = np.full(len(pages), len(self.names), np.int64)
-        if len(self._pages):
-            place = np.minimum(np.searchsorted(self._pages, pages), len(self._pages) - 1)
-            index = np.where(self._pages[place] == pages, self._kinds[place], len(self.names))
-        return index
-
-
-def having(piece: Records, events: Sequence[Event]) -> npt.NDArray[np.bool_]:
-    """Which records are one of ``events``."""
-    wanted = np.zeros(256, np.bool_)
-    wanted[list(events)] = True
-    found: npt.NDArray[np.bool_] = wanted[piece["event"]]
-    return found
-
-
-def _select(trace: TraceFile, events: Sequence[Event]) -> Records:
-    parts = [piece[having(piece, events)] for piece in trace.pieces()]
-    return np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE)
-
-
-def _count(trace: TraceFile, event: Event) -> int:
-    return sum(int(np.count_nonzero(piece["event"] == event)) for piece in trace.pieces())
-
-
-def _union_s(*spans: Records) -> float:
-    start = np.concatenate([each["start"] for each in spans])
-    begin, end = merge(start, start + np.concatenate([each["duration"] for each in spans]))
-    return float((end - begin).sum()) / 1e9
-
-
-def _phase_time(compute: Records, optimizer: Records, stalls: Records) -> PhaseTime:
-    stall_s = _union_s(stalls)
-    return PhaseTime(
-        # |A without S| = |A and S together| - |S|
-        compute_s=_union_s(compute, stalls) - stall_s,
-        optimizer_s=_union_s(optimizer),
-        stall_s=stall_s,
-    )
-
-
-def _extent_s(trace: TraceFile) -> float:
-    if len(trace.records) == 0:
-        return 0.0
-    begin = min(int(piece["start"].min()) for piece in trace.pieces())
-    end = max(int((piece["start"] + piece["duration"]).max()) for piece in trace.pieces())
-    return (end - begin) / 1e9
-
-
-def _link_name(source: int, target: int) -> str:
-    return f"{Tier(source).name.lower()}->{Tier(target).name.lower()}"
-
-
-def _links(trace: TraceFile) -> list[Link]:
-    transfers = _select(trace, _TRANSFERS)
-    kinds = Kinds(trace)
-    limits = trace.meta.get("limits")
-    found = []
-    for source in Tier:
-        for target in Tier:
-            here = transfers[(transfers["source"] == source) & (transfers["target"] == target)]
-            # From NONE nothing crossed a link: the content was made where it is.
-            if source == Tier.NONE or len(here) == 0:
-                continue
-            nbytes, busy_s = int(here["nbytes"].sum()), _union_s(here)
+    def links(self) -> list[Link]:
+        """What each link carried. From NONE nothing crossed one: the content was made where it is."""
+        found = []
+        for (source, target), (count, sums) in sorted(self._carried.items()):
+            nbytes, busy_s = int(sums.sum()), self.unions.seconds(("link", source, target))
             name = _link_name(source, target)
-            limit = limits.get(name) if isinstance(limits, dict) else None
+            limit = self._limits.get(name) if isinstance(self._limits, dict) else None
+            names = [*self._kinds.names, "unknown"]
             found.append(
                 Link(
-                    source=source.name.lower(),
-                    target=target.name.lower(),
-                    num_transfers=len(here),
+                    source=Tier(source).name.lower(),
+                    target=Tier(target).name.lower(),
+                    num_transfers=count,
                     nbytes=nbytes,
                     busy_s=busy_s,
                     bandwidth=nbytes / busy_s if busy_s else 0.0,
                     limit=float(limit) if isinstance(limit, (int, float)) else None,
-                    by_kind=_by_kind(here, kinds),
+                    by_kind={kind: int(each) for kind, each in zip(names, sums, strict=True) if each},
                 )
             )
-    return found
+        return found
+
+    def requests(self) -> Requests:
+        """How the requests of units for pages went."""
+        hits, faults = int(self.counts[Event.HIT]), int(self.counts[Event.FAULT])
+        return Requests(
+            hits=hits,
+            faults=faults,
+            hit_rate=hits / (hits + faults) if hits + faults else 0.0,
+            prefetches=int(self.counts[Event.PREFETCH]),
+            used=self._fates.count(Event.HIT),
+            late=self._fates.count(Event.FAULT),
+            wasted=self._fates.count(Event.EVICT),
+        )
 
 
-def _by_kind(transfers: Records, kinds: Kinds) -> dict[str, int]:
-    sums = np.zeros(len(kinds.names) + 1, np.int64)
-    np.add.at(sums, kinds.of(transfers["page"]), transfers["nbytes"])
-    names = [*kinds.names, "unknown"]
-    return {kind: int(nbytes) for kind, nbytes in zip(names, sums, strict=True) if nbytes}
+def _by_link(records: Records) -> Iterator[tuple[int, int, Records]]:
+    """The records of each link: source, target, and which."""
+    for source in Tier:
+        if source == Tier.NONE:
+            continue
+        of_source = records[records["source"] == source]
+        for target in Tier:
+            here = of_source[of_source["target"] == target]
+            if len(here):
+                yield int(source), int(target), here
 
 
-def _requests(trace: TraceFile) -> Requests:
-    events = _select(trace, _REQUESTS)[["page", "event"]]
-    counts = np.bincount(events["event"], minlength=256)
-    hits, faults = int(counts[Event.HIT]), int(counts[Event.FAULT])
-    # Page by page, in the order of recording: what came next after a prefetch. A page on its way over two
-    # links is prefetched twice in a row; what became of it counts once.
-    events = events[np.argsort(events["page"], kind="stable")]
-    before, after = events[:-1], events[1:]
-    fate = after["event"][(before["event"] == Event.PREFETCH) & (before["page"] == after["page"])]
-    return Requests(
-        hits=hits,
-        faults=faults,
-        hit_rate=hits / (hits + faults) if hits + faults else 0.0,
-        prefetches=int(counts[Event.PREFETCH]),
-        used=int(np.count_nonzero(fate == Event.HIT)),
-        late=int(np.count_nonzero(fate == Event.FAULT)),
-        wasted=int(np.count_nonzero(fate == Event.EVICT)),
-    )
-
-
-def _evictions(trace: TraceFile) -> dict[str, int]:
-    reasons = np.bincount(_select(trace, (Event.EVICT,))["reason"])
-    return {REASON_WORDS[Reason(reason)]: int(num) for reason, num in enumerate(reasons) if num}
+def _link_name(source: int, target: int) -> str:
+    return f"{Tier(source).name.lower()}->{Tier(target).name.lower()}"
 
 
 def _tiers(trace: TraceFile) -> dict[str, TierUse]:
@@ -341,40 +311,18 @@ def _tiers(trace: TraceFile) -> dict[str, TierUse]:
     return found
 
 
-def _stalls_by_reason(stalls: Records) -> dict[str, float]:
-    sums = {
-        REASON_WORDS[reason]: _union_s(stalls[stalls["reason"] == reason])
-        for reason in Reason
-        if np.any(stalls["reason"] == reason)
-    }
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def _stalls_by_link(stalls: Records) -> dict[str, float]:
-    links = stalls[(stalls["source"] != Tier.NONE) & (stalls["target"] != Tier.NONE)]
-    pairs = {(int(source), int(target)) for source, target in np.unique(links[["source", "target"]])}
-    return {
-        _link_name(*pair): _union_s(links[(links["source"] == pair[0]) & (links["target"] == pair[1])])
-        for pair in pairs
-    }
-
-
-def _slowest(trace: TraceFile, stalls: Records, top: int) -> list[Stall]:
-    order = np.argsort(-stalls["duration"], kind="stable")[: max(top, 0)]
-    return [
-        Stall(
-            at_s=(int(stall["start"]) - trace.monotonic_ns) / 1e9,
-            seconds=int(stall["duration"]) / 1e9,
-            step=int(stall["step"]),
-            phase=Phase(stall["phase"]).name.lower(),
-            unit=trace.unit_name(int(stall["unit"])),
-            page=int(stall["page"]),
-            kind=trace.kind_of(int(stall["page"])),
-            link=_link_name(stall["source"], stall["target"]) if stall["source"] and stall["target"] else "",
-            reason=REASON_WORDS[Reason(stall["reason"])],
-        )
-        for stall in stalls[order]
-    ]
+def _stall(trace: TraceFile, stall: Any) -> Stall:
+    return Stall(
+        at_s=(int(stall["start"]) - trace.monotonic_ns) / 1e9,
+        seconds=int(stall["duration"]) / 1e9,
+        step=int(stall["step"]),
+        phase=Phase(stall["phase"]).name.lower(),
+        unit=trace.unit_name(int(stall["unit"])),
+        page=int(stall["page"]),
+        kind=trace.kind_of(int(stall["page"])),
+        link=_link_name(stall["source"], stall["target"]) if stall["source"] and stall["target"] else "",
+        reason=REASON_WORDS[Reason(stall["reason"])],
+    )
 
 
 def _verdict(

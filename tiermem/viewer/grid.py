@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiermem.trace.reader import Records
-from tiermem.trace.summary import merge
+from tiermem.trace.tally import merge
 from tiermem.viewer.rows import Rows
 
 Floats = npt.NDArray[np.float64]

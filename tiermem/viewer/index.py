@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tiermem.trace.events import Event, Tier
 from tiermem.trace.reader import Records, TraceFile
-from tiermem.trace.summary import having, reserved
+from tiermem.trace.tally import having, reserved
 from tiermem.viewer.grid import NUM_BINS, Floats, Grid, Integers
 from tiermem.viewer.rows import Rows
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tiermem.trace.events import Event, Phase, Tier
 from tiermem.trace.reader import Records, TraceFile
-from tiermem.trace.summary import Kinds, having
+from tiermem.trace.tally import Kinds, having
 
 SPANS = (
     Event.LANDED,

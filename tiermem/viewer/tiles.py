@@ -11,7 +11,7 @@ import numpy as np
 
 from tiermem.trace.events import Tier
 from tiermem.trace.reader import Records
-from tiermem.trace.summary import reserved
+from tiermem.trace.tally import reserved
 from tiermem.viewer.grid import Floats, Grid, Integers
 from tiermem.viewer.index import NEAR_TIERS, TIERS, Index, shares, unit_changes
 

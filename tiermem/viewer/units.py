@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tiermem.trace.events import REASON_WORDS, Event, Phase, Reason, Tier
 from tiermem.trace.reader import Records, TraceFile
-from tiermem.trace.summary import having
+from tiermem.trace.tally import having
 
 MOST_PAGES = 20_000
 """Pages that are told one by one; of a trace with more, the first."""
