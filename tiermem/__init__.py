@@ -10,15 +10,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiermem.config import Config
     from tiermem.deferred import deferred_init
-    from tiermem.errors import BudgetError, ConfigError, PagingError, TiermemError, TransferError
+    from tiermem.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        PagingError,
+        SavingError,
+        TiermemError,
+        TransferError,
+    )
     from tiermem.module import TieredModule
     from tiermem.pretrained import from_pretrained
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "PagingError",
+    "SavingError",
     "TieredModule",
     "TiermemError",
     "TransferError",

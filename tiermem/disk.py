@@ -237,6 +237,12 @@ class Disk:
         number, offset = page.extent
         return self.queue.read(self.files[number], offset, address, page.nbytes)
 
+    def read_span(self, page: Page, start: int, nbytes: int, address: int) -> int:
+        """Begin to read ``nbytes`` of a page from its byte ``start`` on, both multiples of the alignment."""
+        assert page.extent is not None
+        number, offset = page.extent
+        return self.queue.read(self.files[number], offset + start, address, nbytes)
+
     def write(self, page: Page, address: int) -> int:
         """Begin to write a page from memory at ``address``; returns the queue's ticket."""
         assert page.extent is not None

@@ -121,6 +121,29 @@ class PagingError(TiermemError, RuntimeError):
     """A use that paging cannot serve: after close, a graph whose pages are gone, a call out of order."""
 
 
+class CheckpointError(TiermemError, ValueError):
+    """A checkpoint that can't be read or written as asked, with every problem found in it.
+
+    `problems` has one sentence for each: a name that is missing, a shape or dtype that differs, a damaged file.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        return f"{len(self.problems)} problems\n" + "\n".join(f"  - {each}" for each in self.problems)
+
+
+class SavingError(TiermemError, OSError):
+    """A checkpoint could not be written: `errno`, `strerror` and `filename` say why. What was there before is whole."""
+
+    def __str__(self) -> str:
+        return f"saving failed: {super().__str__()}"
+
+
 def _exact(nbytes: int) -> str:
     text = format_bytes(nbytes)
     return text if abs(nbytes) < 1024 else f"{text} ({nbytes:,} bytes)"

@@ -7,13 +7,16 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
+from tiermem import checkpoint
+from tiermem.checkpoint import Loaded, Saving
 from tiermem.config import Config
 from tiermem.device import Device
 from tiermem.errors import ConfigError, PagingError
@@ -51,6 +54,7 @@ class TieredModule(nn.Module):
             runtime.open()
             self.module = module
             self._laps = Laps(runtime)
+            self._saves = checkpoint.Saves(module, runtime)
             self._hidden = _hide_views(module, runtime)
             # The folder on disk goes with the process even when nobody calls close().
             self._finalizer = weakref.finalize(self, _abandon, runtime)
@@ -125,6 +129,71 @@ class TieredModule(nn.Module):
             )
         return self.module.load_state_dict(state_dict, strict)
 
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        step: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+        overwrite: bool = False,
+        compression: str = "none",
+        chunk_nbytes: int = checkpoint.CHUNK_NBYTES,
+        only: Callable[[str], bool] | None = None,
+    ) -> Saving:
+        """Write a checkpoint to ``path``: a Zarr group of all parameters, buffers and, if given, the optimizer's state.
+
+        Pages are read where they are and streamed: it takes no room within the budgets, and at most 80 MiB beside them.
+        The folder appears under its name when all of it is on the disk, and not before.
+
+        Args:
+            path: a folder that isn't there yet, or with ``overwrite`` a checkpoint, which stays whole until then.
+            optimizer: its moments, master weights, counts of updates and parameter groups are saved too.
+            step: the number of the step that it is of; by default the updates that there have been.
+            extra: whatever else is to be kept, as far as JSON has a form for it (a scheduler's ``state_dict()``).
+            background: return at once, and save while training goes on. The state saved is that of this call;
+                ``wait()`` of what is returned says how it ended. The optimizer waits where it comes to pages that
+                haven't been saved yet. Buffers, and state that is in no page, are copied first.
+            compression: "none", "zstd", "blosc" or "gzip". Without one, files are written past the page cache.
+            chunk_nbytes: the most bytes of one file; five of them are the memory that saving takes.
+            only: called with each name; what it refuses is left out (adapters alone: ``lambda name: "lora_" in name``).
+
+        Parameters that haven't changed since the last checkpoint that was saved or loaded here (frozen ones) are given
+        a second name in the new one (a hard link) where the filesystem allows it, and not written again.
+
+        After :meth:`close` it saves the parameters of the module as they are then; the optimizer's state went with the
+        pages. Raises CheckpointError for what can't be saved, SavingError (an OSError) when the disk refuses.
+        """
+        settings = checkpoint.Settings(overwrite, compression, chunk_nbytes)
+        return self._saves.save(
+            path, optimizer, step=step, extra=extra, background=background, settings=settings, only=only
+        )
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> Loaded:
+        """Read a checkpoint into the pages, one at a time: whatever budgets, placements and units it was saved with.
+
+        Args:
+            path: a folder that :meth:`save` wrote.
+            optimizer: gets its state back too: moments, master weights, updates, and its groups' settings.
+            strict: whether a name that only one side has is an error.
+            cast: whether floating-point dtypes may differ. A parameter that the checkpoint has in float32, as master
+                weights or as it is, becomes the master of a half-precision one.
+
+        Raises CheckpointError with every difference of names, shapes and dtypes there is, before anything is changed;
+        or when a file is damaged.
+        """
+        return self._saves.load(path, optimizer, strict=strict, cast=cast)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -183,6 +252,7 @@ class TieredModule(nn.Module):
 
         With ``restore=False`` their values are given up, which takes no time and no memory. Idempotent.
         """
+        self._saves.close()
         for handle in self._hidden:
             handle.remove()
         self._hidden = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import perf_counter_ns as now
+from typing import Protocol
 
 from tiermem.errors import BudgetError, PagingError
 from tiermem.page import Frame, Kind, Page, State
@@ -25,6 +26,19 @@ from tiermem.transfer import ARROW, Transfers
 
 PLACE = {State.DISK: At.DISK, State.HOST: At.HOST, State.DEVICE: At.DEVICE}
 PLACE |= {journey: source for journey, (source, _) in ARROW.items()}
+
+
+class Watcher(Protocol):
+    """Who reads pages while others may write them: a save in the background."""
+
+    def first(self, pages: Iterable[Page]) -> None:
+        """Return when none of these pages is still to be read."""
+
+    def spoiled(self, page: Page, name: str) -> None:
+        """A parameter of this page was written without asking first."""
+
+    def settle(self) -> None:
+        """Return when nothing is read any more."""
 
 
 class Pager:
@@ -49,6 +63,7 @@ class Pager:
         self.device = transfers.device
         self.counters = transfers.counters
         self.prefetch = prefetch
+        self.watcher: Watcher | None = None
         self.room = Room(table, transfers, reason)
         self.plans: Plans | None = None
         self._replays: list[Replay] = []
@@ -147,6 +162,11 @@ class Pager:
             page.pins += 1
         for page in overwrite:
             page.pins += 1
+
+    def announce(self, pages: Iterable[Page]) -> None:
+        """Say that the content of these pages is about to be changed: call it before, and not inside the door."""
+        if self.watcher is not None:
+            self.watcher.first(pages)
 
     def follow(self, cursor: Cursor | None) -> None:
         """From now on the policies go by ``cursor`` and its schedule."""

@@ -300,6 +300,8 @@ class Runtime:
         """
         if self.closed or self._opened != os.getpid():
             return
+        if self.pager.watcher is not None:
+            self.pager.watcher.settle()
         self.hooks.detach()
         with self.door:
             self.pager.follow(None)  # no next step is prepared any more

@@ -258,8 +258,16 @@ class Views:
         """Call ``func`` with the pages of ``tensors`` (parameters, views) resident; see ``parameter.Owner``."""
         groups = list(dict.fromkeys(self.home[id(t)][0] for t in tensors if id(t) in self.home))
         pages = [group.parameter for group in groups]
+        if self.pager.watcher is not None:
+            self.pager.announce(pages + self._seen_by(tensors))
         with self.door.hold():
             return self._touch(func, args, kwargs, tensors, groups, pages)
+
+    def _seen_by(self, tensors: list[torch.Tensor]) -> list[Page]:
+        """The pages that views among these tensors look into."""
+        with self.door, torch._C.DisableTorchFunctionSubclass():
+            saved = [self.locate(each) for each in tensors if type(each) is PagedView]
+        return [each.page for each in saved if each is not None]
 
     def _touch(
         self,
@@ -329,6 +337,8 @@ class Views:
         group.stale.add(index)
         page = group.parameter
         page.version += 1
+        if self.pager.watcher is not None:
+            self.pager.watcher.spoiled(page, group.fields[index].name)
         if page.state is State.DEVICE:
             page.device_dirty = True
         else:

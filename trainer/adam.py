@@ -230,6 +230,21 @@ class Adam(Optimizer):
                     result["state"][numbers[id(p)]] = state
         return result
 
+    def updates_of(self, parameter: Tensor) -> int | None:
+        """How many updates a parameter has had whose state is in pages; None for any other.
+
+        Raises PagingError when the model of paged parameters has been closed.
+        """
+        self._find_paged()
+        update = self._update_of(parameter)
+        return None if update is None else update.updates_of(parameter)
+
+    def set_updates(self, parameter: Tensor, count: int) -> None:
+        """Say how many updates the state has had that somebody wrote into a parameter's pages."""
+        update = self._update_of(parameter)
+        if update is not None:
+            update.set_updates(parameter, count)
+
     def _update_of(self, p: Tensor) -> PagedUpdate | None:
         owner = owner_of(p)
         update = self._paged.get(owner) if isinstance(owner, Hooks) else None

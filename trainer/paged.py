@@ -101,6 +101,7 @@ class PagedUpdate:
             and not any(part.master.blank for part in group.parts if part.master is not None)
         )
         shared = [gradient] if whole else [gradient, group.parameter]
+        pager.announce([group.parameter, *(page for part in group.parts for page in part.pages)])
         for run in runs:
             run.step += 1
         begun = False
@@ -249,6 +250,16 @@ class PagedUpdate:
             for index in run.fields:
                 self.steps[id(group.fields[index].parameter)] = run.step
 
+    def updates_of(self, parameter: torch.Tensor) -> int:
+        """How many updates a parameter has had."""
+        self._settle_steps()
+        return self.steps[id(parameter)]
+
+    def set_updates(self, parameter: torch.Tensor, count: int) -> None:
+        """Say how many updates the state in a parameter's pages has had."""
+        self._settle_steps()
+        self.steps[id(parameter)] = count
+
     # -- state, as state_dict has it ------------------------------------------------------------------------
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -311,6 +322,8 @@ class PagedUpdate:
         """``move`` between one field's pieces in pages of state and the same elements of ``whole``."""
         flat = whole.as_strided((whole.numel(),), (1,))
         field = group.fields[index]
+        if dirty:
+            self.hooks.pager.announce([page for part in group.parts for page in part.pages])
         for part in group.parts:
             low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
             if low >= high:

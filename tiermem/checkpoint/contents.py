@@ -1,0 +1,188 @@
+"""What a checkpoint of a model consists of: its tensors by name, in pages or not, and those of the optimizer.
+
+Names are those of ``state_dict()``. A parameter that has several (tied weights) is there once, under its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from tiermem.checkpoint.document import encode, jsonable
+from tiermem.errors import CheckpointError
+from tiermem.page import Kind, Page
+from tiermem.parameter import owner_of
+from tiermem.runtime import Runtime
+from tiermem.unit import Field, Group
+
+PARAMETERS, BUFFERS, OPTIMIZER = "parameters", "buffers", "optimizer"
+STATE = {Kind.MASTER: "master", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
+"""The kinds of optimizer state that are in pages, by their names in ``optimizer.state_dict()``."""
+
+
+class Key(NamedTuple):
+    """Which tensor: the group of the checkpoint that it is in ("parameters", "optimizer/exp_avg") and its name."""
+
+    group: str
+    name: str
+
+
+def path_of(key: Key) -> str:
+    """The path of a tensor's array in a checkpoint."""
+    return f"{key.group}/{encode(key.name)}"
+
+
+class Place(NamedTuple):
+    """A tensor of one kind of a paged parameter: which field of which group."""
+
+    group: Group
+    number: int
+    kind: Kind
+
+    @property
+    def field(self) -> Field:
+        """The parameter's place in its pages."""
+        return self.group.fields[self.number]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the pages that it is in."""
+        return self.group.dtype if self.kind is Kind.PARAMETER else torch.float32
+
+
+class Stretch(NamedTuple):
+    """A page and the elements of its group that it holds."""
+
+    page: Page
+    start: int
+    stop: int
+
+
+def stretches(group: Group, kind: Kind) -> list[Stretch]:
+    """The pages of one kind of a group, in the order of their elements; empty where it has none of that kind."""
+    if kind is Kind.PARAMETER:
+        return [Stretch(group.parameter, 0, group.numel)]
+    result = []
+    for part in group.parts:
+        page = {Kind.MASTER: part.master, Kind.EXP_AVG: part.exp_avg, Kind.EXP_AVG_SQ: part.exp_avg_sq}[kind]
+        if page is not None:
+            result.append(Stretch(page, part.start, part.stop))
+    return result
+
+
+@runtime_checkable
+class PagedOptimizer(Protocol):
+    """An optimizer whose state of paged parameters is in their pages, as tiermem's own is."""
+
+    def updates_of(self, parameter: torch.Tensor) -> int | None:
+        """How many updates a parameter has had whose state is in pages; None for any other."""
+
+    def set_updates(self, parameter: torch.Tensor, count: int) -> None:
+        """Say how many updates the state has had that was written into the pages."""
+
+
+class Contents:
+    """The tensors of ``net``, whose paged parameters ``runtime`` has (None: none are paged).
+
+    ``paged``: parameters in pages, by name; ``plain``: tensors that are not, buffers among them; ``tied``: the other
+    names of a parameter and its first.
+    """
+
+    def __init__(self, net: nn.Module, runtime: Runtime | None) -> None:
+        self.paged: dict[str, Place] = {}
+        self.plain: dict[Key, torch.Tensor] = {}
+        self.tied: dict[str, str] = {}
+        self.names: dict[int, str] = {}  # id of a parameter -> its first name
+        home = runtime.hooks.home if runtime is not None and not runtime.closed else {}
+        for name, parameter in net.named_parameters(remove_duplicate=False):
+            if id(parameter) in self.names:
+                self.tied[name] = self.names[id(parameter)]
+                continue
+            self.names[id(parameter)] = name
+            if id(parameter) in home:
+                self.paged[name] = Place(*home[id(parameter)], Kind.PARAMETER)
+            elif owner_of(parameter) is not None:
+                raise CheckpointError(
+                    f"{name} is paged by another TieredModule than the one that is saved or loaded: use that one"
+                )
+            else:
+                self.plain[Key(PARAMETERS, name)] = parameter.detach()
+        first: dict[int, str] = {}
+        for name, buffer in _persistent(net):
+            if id(buffer) in first:
+                self.tied[name] = first[id(buffer)]
+            else:
+                first[id(buffer)] = name
+                self.plain[Key(BUFFERS, name)] = buffer.detach()
+
+    def keep(self, only: Callable[[str], bool]) -> None:
+        """Leave out every tensor whose name ``only`` refuses."""
+        self.paged = {name: place for name, place in self.paged.items() if only(name)}
+        self.plain = {key: tensor for key, tensor in self.plain.items() if only(key.name)}
+        self.tied = {alias: name for alias, name in self.tied.items() if only(name)}
+
+    def groups(self) -> dict[int, Group]:
+        """The groups of all paged parameters, in the order of the units, by their ids."""
+        return {id(place.group): place.group for place in self.paged.values()}
+
+
+def _persistent(net: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in net.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), buffer
+
+
+class OptimizerContents:
+    """The state of ``optimizer`` for the parameters of ``contents``.
+
+    ``updates``: of parameters with state in pages, how many they have had; ``plain``: state tensors that are in no
+    page; ``scalars``: numbers, by name of the parameter and of the state; ``groups``: the parameter groups, as JSON has
+    them, with ``parameters`` as names.
+
+    Raises CheckpointError for parameters that the model doesn't have, and for settings that JSON has no form for.
+    """
+
+    def __init__(self, optimizer: Optimizer, contents: Contents) -> None:
+        self.updates: dict[str, int] = {}
+        self.plain: dict[Key, torch.Tensor] = {}
+        self.scalars: dict[str, dict[str, float]] = {}
+        self.groups: list[dict[str, Any]] = []
+        names = parameter_names(optimizer, contents)
+        for number, group in enumerate(optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            self.groups.append(jsonable(settings, f"param_groups[{number}]"))
+            self.groups[-1]["parameters"] = names[number]
+            for name, parameter in zip(names[number], group["params"], strict=True):
+                updates = optimizer.updates_of(parameter) if isinstance(optimizer, PagedOptimizer) else None
+                if updates is not None:
+                    self.updates[name] = updates
+                    self.scalars[name] = {"step": float(updates)} if updates else {}
+                else:
+                    self._add(name, optimizer.state.get(parameter, {}))
+
+    def _add(self, name: str, state: Mapping[str, Any]) -> None:
+        self.scalars[name] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and not (key == "step" and value.ndim == 0):
+                self.plain[Key(f"{OPTIMIZER}/{key}", name)] = value.detach()
+            elif value is not None:
+                self.scalars[name][key] = jsonable(value, f"the optimizer's {key} of {name}")
+
+
+def parameter_names(optimizer: Optimizer, contents: Contents) -> list[list[str]]:
+    """The names of the parameters of each parameter group. Raises CheckpointError for those of another model."""
+    foreign = [
+        f"parameter {place} of parameter group {number} of the optimizer, of shape {list(parameter.shape)}, is none of "
+        "this model's: save it with what it belongs to"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if id(parameter) not in contents.names
+    ]
+    if foreign:
+        raise CheckpointError(*foreign)
+    return [[contents.names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -1,0 +1,277 @@
+"""A load: from a source of any format into a model's pages, one page at a time, and into what is in no page.
+
+Names, sizes and dtypes are compared before anything is written. After that only a disk can break it off: then
+the pages before have the checkpoint's content, and the one that was being filled may have a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from tiermem.checkpoint.contents import (
+    OPTIMIZER,
+    STATE,
+    Contents,
+    Key,
+    PagedOptimizer,
+    Stretch,
+    parameter_names,
+    stretches,
+)
+from tiermem.checkpoint.differences import Match, optimizer_problems
+from tiermem.checkpoint.grid import order_of
+from tiermem.checkpoint.source import Source, read_into
+from tiermem.errors import CheckpointError
+from tiermem.page import Kind, Page
+from tiermem.policies import Phase
+from tiermem.runtime import Runtime
+from tiermem.unit import Field, Group
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint said of itself, and what of it and of the model had no counterpart.
+
+    ``step`` and ``extra`` are as they were given to ``save``; None and {} where the format has no such thing.
+    """
+
+    path: str
+    step: int | None
+    extra: Mapping[str, Any]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+class Loading:
+    """One load of ``source`` into the model of ``contents``; see ``TieredModule.load``."""
+
+    def __init__(
+        self, source: Source, contents: Contents, runtime: Runtime | None, optimizer: Optimizer | None
+    ) -> None:
+        self._source = source
+        self._contents = contents
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._match = Match(source, contents)
+        self._updates: dict[str, int] = {}  # of parameters whose state goes into pages
+
+    def check(self, *, strict: bool, cast: bool) -> None:
+        """Raise CheckpointError with everything that doesn't fit."""
+        problems = list(self._match.problems(strict=strict, cast=cast))
+        if self._optimizer is not None:
+            names = parameter_names(self._optimizer, self._contents)
+            sizes = {name: target.size for name, target in self._match.targets.items()}
+            problems += optimizer_problems(self._source, names, sizes)
+            problems += self._count_updates(self._optimizer, names)
+        if problems:
+            raise CheckpointError(*problems)
+
+    def _count_updates(self, optimizer: Optimizer, names: list[list[str]]) -> list[str]:
+        problems = []
+        if isinstance(optimizer, PagedOptimizer):
+            for group, each in zip(optimizer.param_groups, names, strict=True):
+                for name, parameter in zip(each, group["params"], strict=True):
+                    if optimizer.updates_of(parameter) is not None:
+                        step = int(self._source.scalars.get(name, {}).get("step", 0))
+                        self._updates[name] = step
+                        problems += [
+                            f"optimizer: {name} has had {step} updates, and no {moment} is there"
+                            for moment in ("exp_avg", "exp_avg_sq")
+                            if step and Key(f"{OPTIMIZER}/{moment}", name) not in self._source.entries
+                        ]
+        return problems
+
+    def run(self) -> Loaded:
+        """Load. Raises CheckpointError for a damaged file, TransferError when the run's own disk fails."""
+        if self._optimizer is not None:
+            self._load_optimizer(self._optimizer)
+        if self._runtime is not None and self._contents.paged:
+            self._runtime.hooks.release_resident()
+            for group in self._contents.groups().values():
+                self._load_group(self._runtime, group)
+        with torch.no_grad():
+            for key, tensor in self._contents.plain.items():
+                found = self._match.found.get(key.name)
+                if found is not None:
+                    self._load_plain(found, tensor)
+                    torch.autograd.graph.increment_version(tensor)
+        attributes = self._source.attributes
+        return Loaded(
+            str(self._source.path),
+            attributes.get("step"),
+            attributes.get("extra", {}),
+            tuple(self._match.missing),
+            tuple(self._match.unexpected),
+        )
+
+    # -- pages ----------------------------------------------------------------------------------------------
+
+    def _load_group(self, runtime: Runtime, group: Group) -> None:
+        names = [self._contents.names[id(field.parameter)] for field in group.fields]
+        found = {
+            index: self._match.found[name] for index, name in enumerate(names) if name in self._match.found
+        }
+        if not found:
+            return
+        if group.dtype is torch.float32:
+            # Where the checkpoint's parameters are half-precision, its masters are what they stand for.
+            found = {index: self._match.master_of(names[index]) or key for index, key in found.items()}
+        self._fill(runtime, group, Stretch(group.parameter, 0, group.numel), found, zeros=())
+        masters = {index: key for index in found if (key := self._match.master_of(names[index])) is not None}
+        for stretch in stretches(group, Kind.MASTER):
+            self._load_masters(runtime, group, stretch, found, masters)
+        updates = {index: self._updates[name] for index, name in enumerate(names) if name in self._updates}
+        for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+            state = {
+                index: Key(f"{OPTIMIZER}/{STATE[kind]}", names[index]) for index, n in updates.items() if n
+            }
+            zeros = [index for index, n in updates.items() if not n]
+            for stretch in stretches(group, kind) if updates else ():
+                self._fill(runtime, group, stretch, state, zeros)
+
+    def _load_masters(
+        self, runtime: Runtime, group: Group, stretch: Stretch, found: dict[int, Key], masters: dict[int, Key]
+    ) -> None:
+        """Masters are the checkpoint's, or what was loaded into the parameter: one that is blank already says that."""
+        blank = stretch.page.blank
+        inside = [index for index, field in enumerate(group.fields) if _overlap(field, stretch)]
+        if blank and not any(index in masters for index in inside):
+            return
+        rest = [index for index in inside if index not in masters and (blank or index in found)]
+        pager = runtime.pager
+        if rest:
+            with runtime.door.hold():
+                with runtime.door:
+                    pager.fault([stretch.page, group.parameter], Phase.OPTIMIZER, group.unit)
+                try:
+                    assert group.parameter.host is not None
+                    for index in rest:
+                        low, high = _span(group.fields[index], stretch)
+                        values = pager.host.view(group.parameter.host, group.dtype, low, (high - low,), (1,))
+                        _place(runtime, stretch, low, high).copy_(values)
+                finally:
+                    with runtime.door:
+                        pager.unpin([stretch.page], dirty=True)
+                        pager.unpin([group.parameter])
+        self._fill(runtime, group, stretch, masters, zeros=())
+
+    def _fill(
+        self, runtime: Runtime, group: Group, stretch: Stretch, keys: Mapping[int, Key], zeros: Any
+    ) -> None:
+        """Write fields of a group, as far as they lie in this page: those of ``keys`` from the source."""
+        inside = [index for index, field in enumerate(group.fields) if _overlap(field, stretch)]
+        written = [index for index in inside if index in keys or index in zeros]
+        if not written:
+            return
+        page, pager = stretch.page, runtime.pager
+        whole = len(written) == len(inside)
+        with runtime.door.hold():
+            with runtime.door:
+                if runtime.disk is not None:
+                    pager.transfers.provide([page])
+                if whole:
+                    pager.fault([], Phase.OPTIMIZER, group.unit, overwrite=[page])
+                else:
+                    pager.fault([page], Phase.OPTIMIZER, group.unit)
+            done = False
+            try:
+                if whole:
+                    self._clear(runtime, page)  # what lies between tensors is zeros in every page
+                for index in written:
+                    low, high = _span(group.fields[index], stretch)
+                    place = _place(runtime, stretch, low, high)
+                    if index in keys:
+                        field = group.fields[index]
+                        order = order_of(field.size, field.stride)
+                        assert order is not None
+                        read_into(self._source, keys[index], low - field.offset, place, field.size, order)
+                    else:
+                        place.zero_()
+                done = True
+            finally:
+                with runtime.door:
+                    page.version += 1
+                    if done or not whole:
+                        pager.unpin([page], dirty=True)
+                    else:
+                        pager.abandon(page)
+                    if runtime.disk is not None:
+                        pager.writeback([page])
+
+    def _clear(self, runtime: Runtime, page: Page) -> None:
+        assert page.host is not None
+        runtime.pager.host.bytes_of(page.host).zero_()
+
+    # -- everything else ------------------------------------------------------------------------------------
+
+    def _load_plain(self, key: Key, tensor: torch.Tensor) -> None:
+        order = order_of(tensor.shape, tensor.stride())
+        if order is None:
+            dense = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._load_plain(key, dense)
+            tensor.copy_(dense)
+            return
+        flat = tensor.permute(order).reshape(-1)  # a view: the tensor is dense in this order
+        read_into(self._source, key, 0, flat, tuple(tensor.shape), order)
+
+    def _load_optimizer(self, optimizer: Optimizer) -> None:
+        assert self._source.param_groups is not None
+        packed, states = [], {}
+        numbers: dict[str, int] = {}
+        names = parameter_names(optimizer, self._contents)
+        for group, saved, each in zip(optimizer.param_groups, self._source.param_groups, names, strict=True):
+            for name in each:
+                numbers[name] = len(numbers)
+            settings = {
+                key: _like(group.get(key), value) for key, value in saved.items() if key != "parameters"
+            }
+            packed.append({**settings, "params": [numbers[name] for name in each]})
+        for name, number in numbers.items():
+            if name not in self._updates:
+                states[number] = self._plain_state(name)
+        states = {number: state for number, state in states.items() if state}
+        optimizer.load_state_dict({"state": states, "param_groups": packed})
+        if isinstance(optimizer, PagedOptimizer):
+            for group, each in zip(optimizer.param_groups, names, strict=True):
+                for name, parameter in zip(each, group["params"], strict=True):
+                    if name in self._updates:
+                        optimizer.set_updates(parameter, self._updates[name])
+
+    def _plain_state(self, name: str) -> dict[str, Any]:
+        state: dict[str, Any] = dict(self._source.scalars.get(name, {}))
+        if "step" in state:
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+        for key, entry in self._source.entries.items():
+            if key.name == name and key.group.startswith(f"{OPTIMIZER}/"):
+                order = tuple(range(len(entry.size)))
+                tensor = torch.empty(entry.numel, dtype=entry.dtype)
+                read_into(self._source, key, 0, tensor, entry.size, order)
+                state[key.group.removeprefix(f"{OPTIMIZER}/")] = tensor.view(entry.size)
+        return state
+
+
+def _like(now: Any, saved: Any) -> Any:
+    """A setting as JSON kept it, in the type that the optimizer has it in."""
+    return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved
+
+
+def _overlap(field: Field, stretch: Stretch) -> bool:
+    low, high = _span(field, stretch)
+    return low < high
+
+
+def _span(field: Field, stretch: Stretch) -> tuple[int, int]:
+    """The elements of the group that are in both."""
+    return max(field.offset, stretch.start), min(field.offset + field.numel, stretch.stop)
+
+
+def _place(runtime: Runtime, stretch: Stretch, low: int, high: int) -> torch.Tensor:
+    """Elements ``low`` to ``high`` of a group in a page of it that is pinned on the host."""
+    frame = stretch.page.host
+    assert frame is not None
+    return runtime.pager.host.view(frame, stretch.page.dtype, low - stretch.start, (high - low,), (1,))

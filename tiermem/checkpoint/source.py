@@ -1,0 +1,139 @@
+"""Sources: what tensors can be loaded from, whatever the format of the files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tiermem.checkpoint.contents import BUFFERS, OPTIMIZER, PARAMETERS, Key, path_of
+from tiermem.checkpoint.document import DOCUMENT, Array, decode, parse_array, read_document
+from tiermem.checkpoint.grid import alike, strides_in
+from tiermem.checkpoint.reader import ArrayReader
+from tiermem.errors import CheckpointError
+
+RUN_NBYTES = 4 << 20
+
+
+class Entry(NamedTuple):
+    """One tensor of a source: its dtype and size, and its axes as its elements are counted, slowest first."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @staticmethod
+    def of(dtype: torch.dtype, size: tuple[int, ...]) -> Entry:
+        """The entry of a tensor whose last axis is the fastest."""
+        return Entry(dtype, size, tuple(range(len(size))))
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.size)
+
+
+class Source(Protocol):
+    """Tensors that are read in runs of elements, none of them as a whole unless the format leaves no choice.
+
+    ``path``: for messages. ``entries``: what there is; formats that don't tell buffers from parameters have all in
+    "parameters". ``tied``: other names of tensors. ``param_groups`` and ``scalars``: of the optimizer, see
+    ``OptimizerContents``; None where there is none. ``attributes``: what else the checkpoint says of itself.
+    """
+
+    path: Path
+    entries: Mapping[Key, Entry]
+    tied: Mapping[str, str]
+    param_groups: list[dict[str, Any]] | None
+    scalars: Mapping[str, Mapping[str, Any]]
+    attributes: Mapping[str, Any]
+
+    def read(self, key: Key, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (uint8, one dimension) with the elements of a tensor from number ``start`` on.
+
+        Raises CheckpointError when that can't be done.
+        """
+
+    def close(self) -> None:
+        """Close what is open. Idempotent."""
+
+
+class ZarrSource:
+    """A checkpoint of tiermem's: see :class:`Source`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        root = read_document(path)["attributes"]
+        if not isinstance(root.get("tiermem"), dict):
+            raise CheckpointError(f"{path} is a group of Zarr's, and no checkpoint of tiermem's")
+        if root["tiermem"].get("format") != 1:
+            raise CheckpointError(
+                f"{path} has format {root['tiermem'].get('format')!r}; this tiermem reads format 1: use a newer one"
+            )
+        self.attributes: Mapping[str, Any] = root
+        self.tied: Mapping[str, str] = root.get("tied", {})
+        self.arrays: dict[Key, Array] = {}
+        self.param_groups: list[dict[str, Any]] | None = None
+        self.scalars: Mapping[str, Mapping[str, Any]] = {}
+        for group in (PARAMETERS, BUFFERS):
+            self._look(group)
+        if (path / OPTIMIZER / DOCUMENT).is_file():
+            attributes = read_document(path / OPTIMIZER)["attributes"]
+            self.param_groups, self.scalars = attributes.get("param_groups"), attributes.get("state", {})
+            for each in sorted((path / OPTIMIZER).iterdir()):
+                if each.is_dir():
+                    self._look(f"{OPTIMIZER}/{each.name}")
+        self.entries: Mapping[Key, Entry] = {
+            key: Entry(array.dtype, array.grid.shape, array.grid.order) for key, array in self.arrays.items()
+        }
+        self._open: tuple[Key, ArrayReader] | None = None
+
+    def _look(self, group: str) -> None:
+        folder = self.path / group
+        for each in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if each.is_dir():
+                self.arrays[Key(group, decode(each.name))] = parse_array(read_document(each), each)
+
+    def folder_of(self, key: Key) -> Path:
+        """Where an array is."""
+        return self.path / path_of(key)
+
+    def read(self, key: Key, start: int, out: torch.Tensor) -> None:
+        """See :meth:`Source.read`."""
+        if self._open is None or self._open[0] != key:
+            self.close()
+            self._open = (key, ArrayReader(self.folder_of(key), self.arrays[key]))
+        self._open[1].read(start, out)
+
+    def close(self) -> None:
+        """See :meth:`Source.close`."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].close()
+
+
+def read_into(
+    source: Source, key: Key, start: int, out: torch.Tensor, size: tuple[int, ...], order: tuple[int, ...]
+) -> None:
+    """Fill ``out``, one dimension of any dtype, with elements of a tensor as ``order`` counts them, from ``start`` on.
+
+    Where the source has them in that order, they are read in runs, and otherwise as a whole tensor.
+    """
+    entry = source.entries[key]
+    if not alike(size, order, entry.order):
+        whole = torch.empty(entry.numel, dtype=entry.dtype)
+        source.read(key, 0, whole.view(torch.uint8))
+        placed = whole.as_strided(size, strides_in(size, entry.order)).permute(order).reshape(-1)
+        out.copy_(placed[start : start + out.numel()])
+    elif entry.dtype == out.dtype and out.device.type == "cpu":
+        source.read(key, start, out.view(torch.uint8))
+    else:
+        step = max(1, RUN_NBYTES // entry.dtype.itemsize)
+        run = torch.empty(min(step, out.numel()), dtype=entry.dtype)
+        for first in range(0, out.numel(), step):
+            piece = run[: min(step, out.numel() - first)]
+            source.read(key, start + first, piece.view(torch.uint8))
+            out[first : first + piece.numel()].copy_(piece)
