@@ -16,6 +16,7 @@ EXAMPLES = ROOT / "examples"
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("checkpoint", "the same losses from there on: True"),
         ("finetune", "step 10: loss"),
         ("inference", "the same as without paging: True"),
     ],
@@ -40,4 +41,4 @@ def test_the_policy_is_accepted():
 
 
 def test_all_examples_are_tested():
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == ["finetune", "inference"]
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == ["checkpoint", "finetune", "inference"]

@@ -26,9 +26,10 @@ from tiermem.checkpoint.folder import published
 from tiermem.checkpoint.inventory import Inventory, Published
 from tiermem.checkpoint.pages import PageReader, Window
 from tiermem.checkpoint.writer import ChunkWriter
+from tiermem.disk import free_nbytes
 from tiermem.errors import CheckpointError, SavingError, format_bytes
 from tiermem.page import Kind, Page, padded
-from tiermem.runtime import Runtime, free_nbytes
+from tiermem.runtime import Runtime
 from tiermem.unit import Group
 
 WINDOW_NBYTES = 4 << 20
