@@ -80,16 +80,20 @@ def test_the_commands_are_there(command):
 
 
 def test_the_lines_on_checkpoints_save_and_load(names):
-    save, load = fenced((ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8"), "python")
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    save, load, look, background, torch_save, torch_load = fenced(text, "python")
     (example,) = fenced(README, "python")
     exec(example.replace("model.close()", "pass"), names)
-    exec(save, names)
-    saved = {name: value.clone() for name, value in names["model"].state_dict().items()}
-    with torch.no_grad():
-        for parameter in names["model"].parameters():
-            parameter.zero_()
-    exec(load, names)
-    assert all(torch.equal(value, saved[name]) for name, value in names["model"].state_dict().items())
+    for write, read in ((save, load), (torch_save, torch_load)):
+        exec(write, names)
+        saved = {name: value.clone() for name, value in names["model"].state_dict().items()}
+        with torch.no_grad():
+            for parameter in names["model"].parameters():
+                parameter.zero_()
+        exec(read, names)
+        assert all(torch.equal(value, saved[name]) for name, value in names["model"].state_dict().items())
+    exec(background, names)
+    exec(look, names)
     names["model"].close()
 
 
