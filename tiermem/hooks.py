@@ -12,23 +12,29 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 from time import perf_counter_ns as now
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from tiermem.calls import Calls, Entry, Pass, Stack
 from tiermem.door import Door
+from tiermem.eager import eager
 from tiermem.errors import PagingError
 from tiermem.gradients import Gradients
+from tiermem.guard import Guard
 from tiermem.page import Page
 from tiermem.pager import Pager
 from tiermem.parameter import disown, own
-from tiermem.policies import Access, Effect, Phase
+from tiermem.policies import Access, Phase
 from tiermem.steps import Steps
 from tiermem.trace import Event
 from tiermem.unit import Group, Unit
+from tiermem.uses import Uses
 from tiermem.views import Views
+
+_CALL_FILE = nn.Module.__call__.__code__.co_filename
 
 
 class Hooks:
@@ -48,34 +54,16 @@ class Hooks:
         self.views = Views(pager, door, self.home, self)
         self.gradients = Gradients(units, pager, door, self.views)
         self._handles: list[Any] = []
-        self._passes: list[_Pass] = []  # forwards of the whole model that run
-        self._entered: list[_Entry] = []  # forwards of units that run
+        self._calls = Calls()  # forwards that run
+        pager.room.relieve = self._relieve
+        self._guard = Guard(net, self.home)
         self._open: list[tuple[Unit, list[Page], int]] = []  # backward: the same, with the pages pinned
         self._in_backward = False
         self._resident_pages: list[Page] = []  # pinned while the resident unit is held
         self._enters = {unit.number: partial(self._enter_backward, unit) for unit in units}
         self._leaves = {unit.number: partial(self._leave_backward, unit) for unit in units}
         self._backward_pages = {unit.number: unit.pages + unit.gradient_pages for unit in units}
-        # What the schedule is told: with the pages of enclosing units, which are pinned at that time too.
-        self._forward_numbers = {
-            unit.number: tuple(page.number for each in _nest(units, unit) for page in each.pages)
-            for unit in units
-        }
-        self._backward_numbers = {
-            unit.number: tuple(
-                page.number for each in _nest(units, unit) for page in each.pages + each.gradient_pages
-            )
-            for unit in units
-        }
-        self._backward_effects = {
-            unit.number: [
-                tuple(
-                    effect for each in _nest(units, unit) for effect in _effects(each, fresh and each is unit)
-                )
-                for fresh in (False, True)
-            ]
-            for unit in units
-        }
+        self._uses = Uses(units)
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -95,12 +83,14 @@ class Hooks:
                         register: Any = field.parameter.register_post_accumulate_grad_hook
                         keep(register(partial(self._landed, group, index)))
                     own(field.parameter, self)
+        self._guard.attach()
 
     def detach(self) -> None:
         """Remove all hooks and pins; parameters are ordinary again, and still look into frames."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._guard.detach()
         self.unwind()
         self.release_resident()
         for group, index in self.home.values():
@@ -122,17 +112,20 @@ class Hooks:
         if torch._C._current_graph_task_id() == -1:  # not in a backward
             self._close_backward()
             self._in_backward = False
-        left: list[Any] = []
-        while self._passes or self._entered:
-            depth = self._passes[-1].depth if self._passes else 0
-            last = self._entered[-1] if len(self._entered) > depth else self._passes[-1]
-            if _runs(last.caller):
-                break
-            if isinstance(last, _Entry):
-                left.append(self._leave_forward())
-            else:
-                left += self._end_pass()
+        mine = self._calls.mine
+        left, mine.saving = mine.saving, []
+        self._leave_dead(mine, left)
         self.views.stop_saving(left)
+        for other in self._calls.others():
+            self._leave_dead(other, other.saving)
+
+    def _leave_dead(self, stack: Stack, left: list[Any]) -> None:
+        """Leave a thread's forwards whose calls are over; adds what ``Views.stop_saving`` is to be told there."""
+        while (last := stack.last) is not None and not last.runs:
+            if isinstance(last, Entry):
+                left.append(self._leave_forward(stack))
+            else:
+                left += self._end_pass(stack)
 
     def begin_copying(self, *_: Any) -> None:
         """A ``state_dict`` call begins: what it takes of parameters is copied."""
@@ -141,6 +134,8 @@ class Hooks:
     def end_copying(self, *_: Any) -> None:
         """It is over."""
         self.views.copying -= 1
+        if not self.views.copying:
+            self.views.copies.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
         raise PagingError(
@@ -154,39 +149,56 @@ class Hooks:
 
     # -- the whole model ----------------------------------------------------------------------------------
 
+    @eager
     def _before_pass(self, module: nn.Module, args: Any) -> None:
-        training = torch.is_grad_enabled()
+        self.views.check_transforms()
+        training, caller = torch.is_grad_enabled(), _caller()
+        while not self._begin_pass(training, caller):
+            self._calls.wait()  # one thread's forward at a time: the budget is for one, and so is the schedule
+
+    def _begin_pass(self, training: bool, caller: FrameType) -> bool:
+        """False where another thread's forward of the whole model runs."""
         with self.door:
             self._leave_broken()
-            if not self._passes:
+            if self._calls.taken:
+                return False
+            stack = self._calls.mine
+            if not stack.passes:
                 self.steps.begin_pass(training)
-            self._passes.append(_Pass(training, len(self._entered), self.views, sys._getframe(1)))
+            stack.passes.append(Pass(training, len(stack.entered), self.views, caller))
             self.hold_resident(training)
-            self._passes[-1].begin(self.units[0].uses)
+            stack.passes[-1].begin(self.units[0].uses)
             self.pager.pump()
+            return True
 
-    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+    @eager
+    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> Any:
         with self.door:
-            if self._passes:
-                self.views.stop_saving(self._end_pass())
+            stack = self._calls.mine
+            if stack.passes:
+                output = self.views.keep(output)
+                self.views.stop_saving(self._end_pass(stack))
+        return output
 
-    def _end_pass(self) -> list[Any]:
+    def _end_pass(self, stack: Stack) -> list[Any]:
         """Returns what :meth:`Views.stop_saving` is to be told."""
-        ended = self._passes.pop()
+        ended = stack.passes.pop()
         left = []
-        while len(self._entered) > ended.depth:
-            left.append(self._leave_forward())
+        while len(stack.entered) > ended.depth:
+            left.append(self._leave_forward(stack))
         left.append(ended.end())
-        if not self._passes:
+        if not stack.passes:
             self.steps.end_pass(ended.training)
+            self._calls.passed()
         return left
 
     def abort_pass(self) -> None:
-        """End the forwards that run, after an exception that no hook was called for."""
+        """End this thread's forwards that run, after an exception that no hook was called for."""
         with self.door:
+            stack = self._calls.mine
             left = []
-            while self._passes:
-                left += self._end_pass()
+            while stack.passes:
+                left += self._end_pass(stack)
             self.views.stop_saving(left)
 
     def hold_resident(self, training: bool) -> None:
@@ -206,12 +218,12 @@ class Hooks:
 
     # -- forward ------------------------------------------------------------------------------------------
 
+    @eager
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self.views.check_transforms()
         with self.door:
             self._leave_broken()
-            expected = self.steps.access(
-                Access(unit.number, Phase.FORWARD), self._forward_numbers[unit.number]
-            )
+            expected = self.steps.access(Access(unit.number, Phase.FORWARD), self._uses.forward[unit.number])
             self.pager.fault(unit.pages, Phase.FORWARD, unit.number, expected=expected)
             for group in unit.uses:
                 self.views.open(group)
@@ -219,24 +231,28 @@ class Hooks:
             saving = self.views.saving()
             if saving is not None:
                 saving.__enter__()
-            self._entered.append(_Entry(unit, now(), saving, sys._getframe(1)))
+            self._calls.mine.entered.append(Entry(unit, now(), saving, _caller()))
             self.pager.pump()
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    @eager
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         with self.door:
             # A fault that failed in the pre-hook ends up here too, without having entered.
-            if not self._entered or self._entered[-1].unit is not unit:
-                return
-            self.views.stop_saving([self._leave_forward()])
+            stack = self._calls.mine
+            if not stack.entered or stack.entered[-1].unit is not unit:
+                return output
+            output = self.views.keep(output)
+            self.views.stop_saving([self._leave_forward(stack)])
         if torch.is_grad_enabled():
             for node in _nodes(output):
                 node.register_prehook(self._enters[unit.number])
             for node in _nodes((args, kwargs)):
                 node.register_prehook(self._leaves[unit.number])
+        return output
 
-    def _leave_forward(self) -> Any:
+    def _leave_forward(self, stack: Stack) -> Any:
         """Returns what :meth:`Views.stop_saving` is to be told."""
-        unit, start, saving, _ = self._entered.pop()
+        unit, start, saving, _ = stack.entered.pop()
         for group in unit.uses:
             self.views.close(group)
         self.pager.unpin(unit.pages)
@@ -257,8 +273,8 @@ class Hooks:
                 engine.queue_callback(self._end_backward)
                 self._in_backward = True
             pages = self._backward_pages[unit.number]
-            numbers = self._backward_numbers[unit.number]
-            effects = self._backward_effects[unit.number][any(page.blank for page in unit.gradient_pages)]
+            numbers = self._uses.backward[unit.number]
+            effects = self._uses.effects[unit.number][any(page.blank for page in unit.gradient_pages)]
             expected = self.steps.access(Access(unit.number, Phase.BACKWARD), numbers, effects)
             self.pager.fault(pages, Phase.BACKWARD, unit.number, expected=expected)
             self._open.append((unit, pages, now()))
@@ -279,10 +295,23 @@ class Hooks:
             self._close_last()
 
     def _close_last(self) -> None:
+        self._let_go()
+        self.pager.nudge()
+
+    def _let_go(self) -> None:
         unit, pages, start = self._open.pop()
         self.pager.unpin(pages)
         self.trace.record(Event.COMPUTE, start, now() - start, unit.number, phase=Phase.BACKWARD)
-        self.pager.nudge()
+
+    def _relieve(self) -> bool:
+        """Let go of the units open in backward: what is still to be read or written of them comes back by itself.
+
+        So a forward that runs again inside backward (checkpointing) finds room where there is room for one unit.
+        """
+        had = bool(self._open)
+        while self._open:
+            self._let_go()
+        return had
 
     def _landed(self, group: Group, index: int, parameter: torch.Tensor) -> None:
         with self.door.hold(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -333,60 +362,13 @@ class Hooks:
         self.gradients.forget(only)
 
 
-class _Entry(NamedTuple):
-    """One forward of a unit: since when, the saved-tensor hooks that it brought, and the call that makes it."""
-
-    unit: Unit
-    start: int
-    saving: Any
-    caller: FrameType
-
-
-class _Pass:
-    """One forward of the whole model: was it a training one, how many units had been entered before it, who calls."""
-
-    def __init__(self, training: bool, depth: int, views: Views, caller: FrameType) -> None:
-        self.training = training
-        self.depth = depth
-        self.caller = caller
-        self._views = views
-        self._groups: Sequence[Group] = ()
-        self._saving: Any = None
-
-    def begin(self, groups: Sequence[Group]) -> None:
-        """Open the resident unit, and have autograd save through us."""
-        for group in groups:
-            self._views.open(group)
-        self._groups = groups
-        saving = self._views.saving()
-        if saving is not None:
-            saving.__enter__()
-        self._saving = saving
-
-    def end(self) -> Any:
-        """Undo what :meth:`begin` did, as far as it came; returns what :meth:`Views.stop_saving` is to be told."""
-        for group in self._groups:
-            self._views.close(group)
-        return self._saving
-
-
-def _runs(call: FrameType) -> bool:
-    """Is this call on the stack of some thread? If not, what it held is let go of."""
-    try:
-        call.clear()
-    except RuntimeError:  # which is what Python refuses an executing frame with
-        return True
-    return False
-
-
-def _nest(units: Sequence[Unit], unit: Unit) -> list[Unit]:
-    return [unit, *(units[number] for number in sorted(unit.outer))]
-
-
-def _effects(unit: Unit, fresh: bool) -> list[Effect]:
-    """What backward does to a unit's pages: it reads the parameters, and writes gradients or adds to them."""
-    on_gradients = Effect.WRITES | Effect.FRESH if fresh else Effect.WRITES
-    return [Effect.NONE] * len(unit.pages) + [on_gradients] * len(unit.gradient_pages)
+def _caller() -> FrameType:
+    """The call of a module whose hook runs: torch's own, past what keeps compilers out of hooks."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _CALL_FILE:
+        frame = frame.f_back
+    assert frame is not None
+    return frame
 
 
 def _nodes(tree: Any) -> list[Any]:

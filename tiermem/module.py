@@ -17,8 +17,10 @@ from torch.optim.optimizer import Optimizer
 
 from tiermem import checkpoint
 from tiermem.checkpoint import Loaded, Saving
+from tiermem.compiled import Compiled
 from tiermem.config import Config
 from tiermem.device import Device
+from tiermem.eager import eager
 from tiermem.errors import ConfigError, PagingError
 from tiermem.planner.explanation import Explanation, Laps, explain
 from tiermem.runtime import Runtime
@@ -55,6 +57,7 @@ class TieredModule(nn.Module):
             self.module = module
             self._laps = Laps(runtime)
             self._saves = checkpoint.Saves(module, runtime)
+            self._compiled: Compiled | None = None
             self._hidden = _hide_views(module, runtime)
             # The folder on disk goes with the process even when nobody calls close().
             self._finalizer = weakref.finalize(self, _abandon, runtime)
@@ -69,14 +72,18 @@ class TieredModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        self._runtime.check_open()
-        self._laps.mark()
+        self._begin()
         try:
             return self.module(*args, **kwargs)
         except BaseException:
             # Python calls no forward hook for a KeyboardInterrupt: leave what was entered.
             self._runtime.hooks.abort_pass()
             raise
+
+    @eager
+    def _begin(self) -> None:
+        self._runtime.check_open()
+        self._laps.mark()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. With ``set_to_none=False`` they become zeros."""
@@ -202,6 +209,40 @@ class TieredModule(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def to(self, *args: Any, **kwargs: Any) -> TieredModule:
+        """The model itself, if it is on that device and of that dtype already; anything else is refused."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        own = self._runtime.device.torch_device
+        there = device is None or (device.type == own.type and device.index in (None, own.index))
+        if there and all(p.dtype is dtype for p in self.parameters() if dtype and p.is_floating_point()):
+            return self
+        return super().to(*args, **kwargs)
+
+    def cpu(self) -> TieredModule:
+        """As ``to("cpu")``."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> TieredModule:
+        """As ``to("cuda")``."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def share_memory(self) -> TieredModule:
+        """Refused: frames are this process's own."""
+        raise PagingError(
+            "a paged model can't be shared between processes: close() it, or wrap it in each of them"
+        )
+
+    def compile(self, **settings: Any) -> None:
+        """Compile the model within its units: each one's forward as ``torch.compile`` makes it, until :meth:`close`.
+
+        ``settings`` are those of ``torch.compile``. What runs between units, and paging itself, stays as it is.
+        """
+        self._runtime.check_open()
+        if self._compiled is not None:
+            self._compiled.close()
+        outermost = [unit.module for unit in self._runtime.units if not (unit.resident or unit.outer)]
+        self._compiled = Compiled(outermost, settings)
+
     def _apply(self, fn: Any, recurse: bool = True) -> TieredModule:
         raise PagingError(
             "a paged model can't be moved or cast (to, cuda, half, ...): set [device] kind and [precision] parameters "
@@ -215,6 +256,19 @@ class TieredModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PagingError("a paged model can't be pickled: save its state_dict()")
+
+    def _replicate_for_data_parallel(self) -> TieredModule:
+        raise PagingError(
+            "a paged model can't be replicated by DataParallel: use one process for each device"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # The first thing that DistributedDataParallel asks of a module.
+        raise PagingError(
+            "a paged model can't be wrapped in DistributedDataParallel, which would keep buckets of gradients beside "
+            "the budget, and hold every parameter: nothing is reduced over ranks here"
+        )
 
     # -- telling ------------------------------------------------------------------------------------------
 
@@ -256,6 +310,9 @@ class TieredModule(nn.Module):
         for handle in self._hidden:
             handle.remove()
         self._hidden = []
+        if self._compiled is not None:
+            self._compiled.close()
+            self._compiled = None
         self._runtime.close(restore)
         self._finalizer.detach()
 

@@ -47,15 +47,15 @@ class Owner(Protocol):
 _owners: dict[int, Owner] = {}
 
 
-def own(parameter: nn.Parameter, owner: Owner, kind: type[PagedParameter] | None = None) -> None:
-    """From now on touches of ``parameter`` go to ``owner``."""
+def own(parameter: torch.Tensor, owner: Owner, kind: type[PagedParameter] | None = None) -> None:
+    """From now on touches of ``parameter`` (or of a buffer) go to ``owner``."""
     _owners[id(parameter)] = owner
-    parameter.__class__ = kind or PagedParameter
+    parameter.__class__ = kind or (PagedParameter if isinstance(parameter, nn.Parameter) else PagedBuffer)
 
 
-def disown(parameter: nn.Parameter) -> None:
-    """Make it an ordinary parameter again."""
-    parameter.__class__ = nn.Parameter
+def disown(parameter: torch.Tensor) -> None:
+    """Make it an ordinary parameter, or buffer, again."""
+    parameter.__class__ = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
     _owners.pop(id(parameter), None)
 
 
@@ -100,6 +100,31 @@ class DeferredParameter(PagedParameter):
             memo[id(self)] = owner.copy(self)
         copy: nn.Parameter = memo[id(self)]
         return copy
+
+
+class PagedBuffer(torch.Tensor):
+    """A buffer outside of its unit's forward. Its class changes; the object stays the same."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy is an ordinary tensor with all its bytes."""
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        copy: torch.Tensor = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copy: Any = self.detach().clone()
+        return copy.__reduce_ex__(protocol)
 
 
 class PagedView(torch.Tensor):
@@ -165,7 +190,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if owner is None:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if args and isinstance(args[0], PagedParameter) and id(args[0]) in _owners:
+    if args and isinstance(args[0], PagedParameter | PagedBuffer) and id(args[0]) in _owners:
         if func == _GET_GRAD:
             return owner.gradient(args[0])
         if func == _SET_GRAD:
@@ -185,9 +210,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _paged(values: Any) -> Iterator[torch.Tensor]:
-    """Parameters and views of ours in nested arguments."""
+    """Parameters, buffers and views of ours in nested arguments."""
     for value in values:
-        if isinstance(value, PagedParameter | PagedView):
+        if isinstance(value, PagedParameter | PagedBuffer | PagedView):
             yield value
         elif isinstance(value, list | tuple):
             yield from _paged(value)

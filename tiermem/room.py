@@ -40,6 +40,8 @@ class Room:
         self.place: Callable[[Tier, Page], int | None] = lambda tier, page: None
         # Told of pages that give up their frames by need; the pager listens.
         self.lost: Callable[[Tier, Page], None] = lambda tier, page: None
+        # Asked when nothing else may leave: lets go of pins that are only ahead of need, and says whether it had any.
+        self.relieve: Callable[[], bool] = lambda: False
         self.loans = Loans()
         tiers = [self.host] if transfers.device is None else [self.host, transfers.device]
         self._homes = {tier: _homes(table, tier, tier is tiers[-1]) for tier in tiers}
@@ -142,6 +144,8 @@ class Room:
                 moves.raise_error()
                 self._relocate()
                 relocated = True
+            elif self.relieve():
+                relocated = False
             else:
                 raise self._no_room(tier, page)
             frame = moves.reserve(tier, page, why)

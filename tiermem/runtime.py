@@ -24,6 +24,7 @@ from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
 from tiermem.limits import measure_limits
 from tiermem.page import ALIGNMENT, Kind, Page
+from tiermem.pageable import is_compute, nbytes_of, nbytes_of_buffers
 from tiermem.pager import Pager
 from tiermem.policies import Ahead, eviction, prefetch
 from tiermem.steps import Steps
@@ -31,7 +32,7 @@ from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
 from tiermem.trace import AnyTrace, NullTrace, PageInfo, Reason, Trace
 from tiermem.transfer import Transfers
-from tiermem.unit import Group, Unit, build_units, find_units, nbytes_of
+from tiermem.unit import Group, Unit, build_units, find_units
 
 log = logging.getLogger("tiermem")
 
@@ -138,8 +139,8 @@ class Runtime:
         self.adoption.take()
         for module in net.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                if buffer is not None and id(buffer) not in self.hooks.home:
+                    cast = dtype if dtype is not None and is_compute(buffer.dtype) else buffer.dtype
                     module._buffers[name] = buffer.to(device=self.device.torch_device, dtype=cast)
         given = []
         for unit in self.units:
@@ -164,7 +165,7 @@ class Runtime:
         Returns the bytes that pages may take on the host, and on the device where that has memory of its own.
         """
         config, unified = self.config, self.device.unified
-        buffers = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
+        buffers = nbytes_of_buffers(net)
         overhead = buffers if unified else 0
         self.budgets = {"host": config.host.budget.resolve(available_nbytes()), "disk": self._disk_budget()}
         capacity = budget.floor(max(0, self.budgets["host"] - overhead))

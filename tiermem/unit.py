@@ -17,16 +17,16 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.page import Frame, Kind, Page
-from tiermem.parameter import DeferredParameter
+from tiermem.pageable import admit, dense_stride, is_compute, nbytes_of, tensors_of
 from tiermem.table import PageTable
 from tiermem.tier import Tier, aligned
 
 
 class Field(NamedTuple):
-    """One parameter's place in the pages of its group: ``offset`` and ``numel`` in elements."""
+    """One parameter's (or buffer's) place in the pages of its group: ``offset`` and ``numel`` in elements."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     offset: int
     numel: int
     size: tuple[int, ...]
@@ -181,26 +181,23 @@ def find_units(net: nn.Module, patterns: Sequence[str], limit: int) -> dict[str,
     return {name: module for name, module in net.named_modules() if name in found}
 
 
-def nbytes_of(module: nn.Module) -> int:
-    """Bytes of all parameters of a module, each counted once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
 def _matching(net: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     def match(name: str, pattern: str) -> bool:
         names, wanted = name.split("."), pattern.split(".")
         return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
 
-    modules = {name: module for name, module in net.named_modules() if name}
+    modules = {name: module for name, module in net.named_modules(remove_duplicate=False) if name}
     idle = [pattern for pattern in patterns if not any(match(name, pattern) for name in modules)]
     if idle:
         names = ", ".join(list(modules)[:8])
         raise ConfigError(
             f"policy.units: {idle!r} match no module; there are {names}, ... (* stands for one level)"
         )
-    return {
+    matching = {
         name: module for name, module in modules.items() if any(match(name, pattern) for pattern in patterns)
     }
+    first = {id(module): name for name, module in reversed(matching.items())}
+    return {name: module for name, module in matching.items() if first[id(module)] == name}
 
 
 def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module]) -> None:
@@ -210,7 +207,7 @@ def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module])
     for key, child in children:
         path = f"{name}.{key}" if name else key
         below = [inner for inner in child.children() if nbytes_of(inner)]
-        own = next(child.parameters(recurse=False), None) is not None
+        own = next(tensors_of(child), None) is not None
         whole = own or not below or (is_list and kinds.count(type(child)) > 1)
         if (
             whole
@@ -235,7 +232,8 @@ def build_units(
 ) -> list[Unit]:
     """The units of ``net`` with their groups, and their pages in ``table``; nothing is moved yet.
 
-    ``dtype``: the compute dtype of floating-point parameters (None: their own); ``device``: where they compute.
+    ``dtype``: the compute dtype of floating-point parameters (None: their own; those of 8 bits keep theirs);
+    ``device``: where they compute.
     ``part_numel``: the most elements of one page of optimizer state. ``sinks``: which kinds may go to the disk.
     ``meta``: parameters may be without data, for who only plans.
     """
@@ -244,19 +242,19 @@ def build_units(
     by_module = {id(unit.module): unit for unit in units[1:]}
     owner: dict[int, Unit] = {}
     names: dict[int, str] = {}
-    members: dict[int, list[nn.Parameter]] = {unit.number: [] for unit in units}
+    members: dict[int, list[torch.Tensor]] = {unit.number: [] for unit in units}
     for unit, path, module in _walk(net, "", units[0], by_module, set()):
-        for key, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in owner and parameter.numel():
-                _admit(parameter, f"{path}.{key}" if path else key, meta)
+        for key, parameter in tensors_of(module):
+            if id(parameter) not in owner:
+                admit(parameter, f"{path}.{key}" if path else key, meta)
                 owner[id(parameter)] = unit
                 names[id(parameter)] = f"{path}.{key}" if path else key
                 members[unit.number].append(parameter)
     home: dict[int, Group] = {}
     for unit in units:
-        batches: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        batches: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
         for parameter in members[unit.number]:
-            of = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            of = dtype if dtype is not None and is_compute(parameter.dtype) else parameter.dtype
             batches.setdefault((of, parameter.requires_grad), []).append(parameter)
         for (of, trainable), parameters in batches.items():
             group = _group(unit, parameters, names, of, trainable, device, table, part_numel, sinks)
@@ -265,12 +263,7 @@ def build_units(
     for unit in units:
         uses = dict.fromkeys(unit.groups)
         if not unit.resident:
-            inside = (
-                p
-                for m in _own_modules(unit.module, by_module)
-                for p in m.parameters(recurse=False)
-                if p.numel()
-            )
+            inside = (p for m in _own_modules(unit.module, by_module) for _, p in tensors_of(m))
             uses |= dict.fromkeys(home[id(parameter)] for parameter in inside)
         unit.uses = [group for group in uses if unit.resident or group.unit != 0]
         unit.outer = frozenset(
@@ -301,34 +294,9 @@ def _own_modules(module: nn.Module, by_module: dict[int, Unit]) -> Iterator[nn.M
             yield from _own_modules(child, by_module)
 
 
-def _admit(parameter: nn.Parameter, name: str, meta: bool) -> None:
-    if type(parameter) not in (nn.Parameter, DeferredParameter):
-        raise ConfigError(
-            f"parameter {name} is a {type(parameter).__name__}: only plain torch.nn.Parameter can be paged "
-            "(initialise lazy modules, unwrap distributed ones, close the model that pages it already)"
-        )
-    if (parameter.is_meta and not meta) or parameter.layout is not torch.strided:
-        raise ConfigError(f"parameter {name} has no dense data ({parameter.device}, {parameter.layout})")
-    if parameter.is_inference():
-        raise ConfigError(
-            f"parameter {name} was made in inference mode, and can't be trained or paged: make it outside"
-        )
-    if dense_stride(parameter) != parameter.stride():
-        raise ConfigError(
-            f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}, with gaps or "
-            "overlaps: replace it by a contiguous one"
-        )
-
-
-def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides in which a page has the parameter: its own, where it has neither gaps nor overlaps."""
-    own = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return tuple(torch.empty_like(own).stride())
-
-
 def _group(
     unit: Unit,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[torch.Tensor],
     names: dict[int, str],
     dtype: torch.dtype,
     trainable: bool,

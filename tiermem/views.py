@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiermem.door import Door
 from tiermem.errors import PagingError
@@ -78,6 +78,21 @@ class StandIn(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class Copied(torch.autograd.Function):
+    """A copy with the same strides, so that whoever computes with it takes the same path."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        reach = (
+            sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+        )
+        return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.size(), tensor.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class Foreign:
     """Our saved-tensor hooks on top of somebody else's: theirs see ordinary tensors, and stand-ins for frames."""
 
@@ -107,9 +122,11 @@ class Views:
         self.tier = pager.device or pager.host  # where modules compute
         self._place = State.HOST if pager.device is None else State.DEVICE
         self.copying = 0  # state_dict calls that run: what they take of parameters is copied
+        self.copies: dict[int, torch.Tensor] = {}  # by them, by the parameter's id: tied ones stay one tensor
         self.owner = owner
         tiers = [pager.host] if pager.device is None else [pager.host, pager.device]
         self._slabs = {tier.memory.untyped_storage().data_ptr(): tier for tier in tiers}
+        self._hooks = self.pack, self.unpack  # the same two each time: compiled code is made for them
         self.closed = False
 
     # -- parameters ---------------------------------------------------------------------------------------
@@ -163,13 +180,23 @@ class Views:
         get_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
         top = get_top(False)
         if top is None:
-            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+            return torch.autograd.graph.saved_tensors_hooks(*self._hooks)
         pack, unpack = top
         whose = getattr(pack, "__self__", None)
         if whose is self or (isinstance(whose, Foreign) and whose.views is self):
             return None
         foreign = Foreign(self, pack, unpack)
         return torch.autograd.graph.saved_tensors_hooks(foreign.pack, foreign.unpack)
+
+    def check_transforms(self) -> None:
+        """Raise PagingError inside of a transform that autograd can't save through us in."""
+        autograd: Any = torch._C._autograd
+        if (why := autograd._saved_tensors_hooks_get_disabled_error_message()) is not None:
+            raise PagingError(
+                "a paged model can't be called inside a transform of torch.func (grad, vjp, ...), where the weights "
+                "that backward needs can't be followed: use backward() or torch.autograd.grad, or close() the model. "
+                f"torch says: {why}"
+            )
 
     def stop_saving(self, left: Sequence[Any]) -> None:
         """End contexts that :meth:`saving` gave, Nones among them, and no others.
@@ -246,6 +273,26 @@ class Views:
         self.pager.room.loans.lend(tensor, page, self.owner)
         return tensor
 
+    def keep(self, output: Any) -> Any:
+        """What a unit returns: no tensor in it looks into a frame that may be another page's by then. Under the door.
+
+        One with a gradient is an activation, and a copy; nobody could write to the weight through it. Another one is a
+        view that pins the page.
+        """
+        if all(self.tier_of(leaf) is None for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+            return output
+        return tree_map_only(torch.Tensor, self._keep, output)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.tier_of(tensor) is None or id(tensor) in self.home:
+            return tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            if tensor.requires_grad and tensor.numel():
+                copy: torch.Tensor = Copied.apply(tensor)  # type: ignore[no-untyped-call]
+                return copy
+            view: torch.Tensor = self._wrap(tensor, None)
+            return view
+
     # -- touches from outside of a unit's forward -------------------------------------------------------------
 
     def touch(
@@ -256,6 +303,7 @@ class Views:
         tensors: list[torch.Tensor],
     ) -> Any:
         """Call ``func`` with the pages of ``tensors`` (parameters, views) resident; see ``parameter.Owner``."""
+        self.check_transforms()
         groups = list(dict.fromkeys(self.home[id(t)][0] for t in tensors if id(t) in self.home))
         pages = [group.parameter for group in groups]
         if self.pager.watcher is not None:
@@ -291,7 +339,7 @@ class Views:
                     if tensor._version != version and id(tensor) not in self.home:
                         self._wrote_view(tensor)
                 if self.copying and func is _Tensor.detach:
-                    return result.clone()
+                    return self.copies.setdefault(id(args[0]), result.clone())
                 return self._wrap(result, func)
         finally:
             with self.door:
@@ -311,7 +359,7 @@ class Views:
         with self.door.hold(), torch.no_grad():  # outside, an interrupt could leave gradients off for good
             self.touch(_Tensor.copy_, (parameter, data), {}, [parameter])
 
-    def _wrap(self, result: Any, func: Callable[..., Any]) -> Any:
+    def _wrap(self, result: Any, func: Callable[..., Any] | None) -> Any:
         """Results that look into a frame become views that pin it."""
         if isinstance(result, torch.Tensor):
             if id(result) in self.home:
