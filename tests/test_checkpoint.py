@@ -463,7 +463,7 @@ def test_what_is_there_is_not_overwritten_by_mistake(disk: Path, wrap: Wrap) -> 
     assert (disk / "folder/file").read_text() == "mine"
     with pytest.raises(tiermem.CheckpointError, match="there is nothing"):
         model.load(disk / "nowhere")
-    with pytest.raises(tiermem.CheckpointError, match="of a format that is known"):
+    with pytest.raises(tiermem.CheckpointError, match="of no format that is known"):
         model.load(disk / "folder")
     with pytest.raises(tiermem.CheckpointError, match="compression: read 'lz'"):
         model.save(disk / "x", compression="lz")

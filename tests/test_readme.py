@@ -81,7 +81,7 @@ def test_the_commands_are_there(command):
 
 def test_the_lines_on_checkpoints_save_and_load(names):
     text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    save, load, look, background, torch_save, torch_load = fenced(text, "python")
+    save, load, look, background, series, torch_save, torch_load = fenced(text, "python")
     (example,) = fenced(README, "python")
     exec(example.replace("model.close()", "pass"), names)
     for write, read in ((save, load), (torch_save, torch_load)):
@@ -94,6 +94,7 @@ def test_the_lines_on_checkpoints_save_and_load(names):
         assert all(torch.equal(value, saved[name]) for name, value in names["model"].state_dict().items())
     exec(background, names)
     exec(look, names)
+    exec(series, names)
     names["model"].close()
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiermem.checkpoint import Checkpoints
     from tiermem.config import Config
     from tiermem.deferred import deferred_init
     from tiermem.errors import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Checkpoints",
     "Config",
     "ConfigError",
     "PagingError",
@@ -39,6 +41,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoints": "tiermem.checkpoint",
     "Config": "tiermem.config",
     "TieredModule": "tiermem.module",
     "deferred_init": "tiermem.deferred",

@@ -174,9 +174,16 @@ class TieredModule(nn.Module):
         After :meth:`close` it saves the parameters of the module as they are then; the optimizer's state went with the
         pages. Raises CheckpointError for what can't be saved, SavingError (an OSError) when the disk refuses.
         """
-        settings = checkpoint.Settings(overwrite, compression, chunk_nbytes)
         return self._saves.save(
-            path, optimizer, step=step, extra=extra, background=background, settings=settings, only=only
+            path,
+            optimizer,
+            step=step,
+            extra=extra,
+            background=background,
+            overwrite=overwrite,
+            compression=compression,
+            chunk_nbytes=chunk_nbytes,
+            only=only,
         )
 
     def load(
@@ -190,7 +197,9 @@ class TieredModule(nn.Module):
         """Read a checkpoint into the pages, one at a time: whatever budgets, placements and units it was saved with.
 
         Args:
-            path: a folder that :meth:`save` wrote.
+            path: a folder that :meth:`save` wrote; or safetensors (a file, or a Hugging Face folder), a file of
+                ``torch.save`` (only tensors and plain values are loaded), a folder of ``torch.distributed.checkpoint``
+                or of DeepSpeed's ZeRO-3. The last one has an optimizer's state too.
             optimizer: gets its state back too: moments, master weights, updates, and its groups' settings.
             strict: whether a name that only one side has is an error.
             cast: whether floating-point dtypes may differ. A parameter that the checkpoint has in float32, as master

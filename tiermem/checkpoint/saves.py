@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from tiermem.checkpoint.contents import Contents, OptimizerContents
 from tiermem.checkpoint.document import COMPRESSIONS, jsonable
 from tiermem.checkpoint.formats import open_source
-from tiermem.checkpoint.inventory import Inventory, Published, Settings
+from tiermem.checkpoint.inventory import CHUNK_NBYTES, Inventory, Published, Settings
 from tiermem.checkpoint.loading import Loaded, Loading
 from tiermem.checkpoint.saving import Saving
 from tiermem.checkpoint.source import ZarrSource
@@ -40,14 +40,17 @@ class Saves:
         path: str | os.PathLike[str],
         optimizer: Optimizer | None,
         *,
-        step: int | None,
-        extra: Mapping[str, Any] | None,
-        background: bool,
-        settings: Settings,
-        only: Callable[[str], bool] | None,
-        after: Callable[[], None] | None = None,
+        step: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+        overwrite: bool = False,
+        compression: str = "none",
+        chunk_nbytes: int = CHUNK_NBYTES,
+        only: Callable[[str], bool] | None = None,
+        after: Callable[[], Any] | None = None,
     ) -> Saving:
         """See ``TieredModule.save``; ``after`` is called when the checkpoint has been published."""
+        settings = Settings(overwrite, compression, chunk_nbytes)
         if settings.compression not in COMPRESSIONS:
             raise CheckpointError(
                 f"compression: read {settings.compression!r}; allowed is one of {', '.join(COMPRESSIONS)}"

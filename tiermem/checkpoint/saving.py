@@ -16,7 +16,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ class Saving:
         path: str | os.PathLike[str],
         inventory: Inventory,
         runtime: Runtime | None,
-        after: Callable[[], None] | None = None,
+        after: Callable[[], Any] | None = None,
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self.nbytes = inventory.nbytes
