@@ -32,6 +32,8 @@ keep = true
 parameters = "device"
 gradients = "host"
 optimizer = "disk"
+activations = "disk"
+activation_size = "256KiB"
 [policy]
 eviction = "lru"
 prefetch = "lookahead"
@@ -76,7 +78,9 @@ def test_every_key_is_read_from_a_file(tmp_path: Path) -> None:
     assert config.host.pinned is False
     assert config.disk.paths == (Path("/nvme0/run"), Path("/nvme1/run"))
     assert config.disk.keep is True
-    assert list(dict(config.placement).values()) == [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    assert list(dict(config.placement).values()) == [
+        Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.DISK, Size(2**18),
+    ]  # fmt: skip
     assert config.policy.lookahead == Size(2 * 2**30)
     assert config.policy.units == ("blocks.*", "head")
     assert config.precision.parameters == "bfloat16"

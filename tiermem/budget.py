@@ -153,6 +153,23 @@ def beyond(asked: int, taken: int, memory: Memory) -> str | None:
     return None
 
 
+def arena(capacity: int, total: int, need: int, share: int) -> int:
+    """Bytes of a host of ``capacity`` bytes that activations get, beside pages of ``total`` bytes that need ``need``.
+
+    That is what pages leave, or one part in ``share`` where they leave less; pages keep what they need.
+    """
+    return floor(max(0, min(capacity - need, max(capacity // share, capacity - total))))
+
+
+def no_arena(arena: int, least: int, need: int) -> str:
+    """What is to be said where no activation of ``least`` bytes fits its arena."""
+    return (
+        f"placement.activations: this model's pages need {format_bytes(need)} of the host's budget at the least, and "
+        f"{format_bytes(arena)} are left for activations, of which none has less than {format_bytes(least)}: they stay "
+        "in memory; raise host.budget, or lower placement.activation_size"
+    )
+
+
 def _sum(
     what: str,
     pages: Sequence[Page],

@@ -25,6 +25,7 @@ from tiermem.loan import Loans
 from tiermem.parameter import DeferredParameter, PagedView, disown, own, owner_of
 from tiermem.recipe import Call, FromSpill, Recipe
 from tiermem.spill import Spill, flat
+from tiermem.tier import trim_memory
 
 _Tensor: Any = torch.Tensor
 _StorageRef: Any = reductions.StorageWeakRef
@@ -32,6 +33,8 @@ _init: Any = nn.init
 
 SMALL = 1 << 14
 """Bytes. A smaller parameter (a bias, a norm's weight) is an ordinary one."""
+MAX_UNTRIMMED = 64 << 20
+"""Bytes of values that are dropped before malloc is asked to give back what has been freed of them."""
 
 _OVERWRITE = {
     _Tensor.normal_, _Tensor.uniform_, _Tensor.zero_, _Tensor.fill_, _Tensor.exponential_, _Tensor.log_normal_,
@@ -96,6 +99,7 @@ class Deferral:
         self._deferred: dict[int, tuple[_Tie, Deferred]] = {}
         self._loans = Loans()
         self._spill: Spill | None = None
+        self._dropped = 0  # bytes of values since malloc was asked to give them back
         self._empties: dict[int, Any] = {}
 
     # -- coming into being ----------------------------------------------------------------------------------
@@ -171,8 +175,12 @@ class Deferral:
             if deferred.content is not None and not deferred.pins and deferred not in but:
                 if not deferred.told:
                     self._put_aside(deferred)
+                self._dropped += deferred.content.nbytes
                 deferred.content = None
                 self._bind(tie(), deferred)
+        if self._dropped > MAX_UNTRIMMED:
+            self._dropped = 0
+            trim_memory()  # what is freed lies between what is kept, and would be kept too
 
     def _put_aside(self, deferred: Deferred) -> None:
         assert deferred.content is not None

@@ -165,6 +165,8 @@ class Hooks:
             stack = self._calls.mine
             if not stack.passes:
                 self.steps.begin_pass(training)
+                if self.views.activations is not None:
+                    self.views.activations.exempt(self.net.buffers())
             stack.passes.append(Pass(training, len(stack.entered), self.views, caller))
             self.hold_resident(training)
             stack.passes[-1].begin(self.units[0].uses)

@@ -289,6 +289,9 @@ class TieredModule(nn.Module):
         there, or had to be waited for; ``prefetches`` begun, used, late and wasted (dropped unused);
         ``stall_seconds`` in all and by cause; ``nbytes_written_to_disk``; ``departures``: uses of units that the
         schedule had not foreseen; ``state_nbytes``: all pages, which is what a run that is not paged holds.
+        ``activations``, where they are paged: storages ``paged`` and ``kept`` in memory for want of room, with their
+        bytes; ``peak_saved`` that graphs held at one time, and ``peak_in_memory``, what of it was in memory outside of
+        the ``arena``.
         """
         return self._runtime.stats()
 

@@ -29,6 +29,7 @@ class Kind(enum.IntEnum):
     MASTER = 2
     EXP_AVG = 3
     EXP_AVG_SQ = 4
+    ACTIVATION = 5
 
 
 class State(enum.IntEnum):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiermem import budget
+from tiermem.activations import Activations
 from tiermem.adopt import Adoption
 from tiermem.aio import Buffer, Queue, open_queue
 from tiermem.aio.memory import look
@@ -98,10 +99,12 @@ class Runtime:
             memory = self.device.allocate(min(device_capacity, parameters))
             device_tier = Tier("device", memory, eviction(config.policy.eviction))
             stack.callback(device_tier.close)
-        host = self._host(min(capacity, total), stack)
+        arena = self._arena(capacity, total)
+        host = self._host("host", min(capacity - arena, total), stack)
         self.door = Door()
-        disk = self._disk(stack) if total > host.slab.nbytes else None
-        self.disk = disk
+        sinking = arena > 0 and config.placement.activations is TierName.DISK
+        self.disk = self._disk(stack) if total > host.slab.nbytes or sinking else None
+        disk = self.disk if total > host.slab.nbytes else None
         self.limits: dict[str, float] = {}
         if config.trace.file is not None:
             whole = disk.whole if disk is not None else None
@@ -134,6 +137,14 @@ class Runtime:
             for page in self.table:
                 page.sinks = False
         self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door)
+        if arena:
+            tier = self._host("activations", arena, stack)
+            moves = Transfers(
+                tier, None, self.disk, self.queue, self.device, NullTrace(), self.pager.counters
+            )
+            least = config.placement.activation_size.resolve(0)
+            self.hooks.views.activations = Activations(tier, moves, self.device, self.door, least, sinking)
+            stack.callback(self.hooks.views.activations.close)
         self.adoption = Adoption(self.units, self.pager, disk, self.device, self.door)
         stack.push(self._undo)
         self.adoption.take()
@@ -193,6 +204,7 @@ class Runtime:
             ways_to_cut(net, config.policy.units, best), build, capacity, device_capacity, (overhead, buffers)
         )
         self.table, self.units = cut.table, cut.units
+        self.need = cut.host.nbytes
         self.smallest = {"host": cut.host.nbytes + overhead}
         if cut.device is not None:
             self.smallest["device"] = cut.device.nbytes + buffers
@@ -220,8 +232,23 @@ class Runtime:
         self.notes.extend(disk.notes)
         return disk
 
-    def _host(self, nbytes: int, stack: contextlib.ExitStack) -> Tier:
-        """The host's slab: one buffer, pinned where there is CUDA."""
+    def _arena(self, capacity: int, total: int) -> int:
+        """Bytes of the host's budget that are kept for activations: none where they stay in the device's memory."""
+        place = self.config.placement.activations
+        if place is TierName.DEVICE:
+            return 0
+        if place is TierName.HOST and self.device.unified:
+            self.notes.append(
+                f'placement.activations: "host" is where they are: {self.device.name} is the device'
+            )
+            return 0
+        least = self.config.placement.activation_size.resolve(0)
+        arena = budget.arena(capacity, total, self.need, 8 if place is TierName.DISK else 4)
+        self.notes.extend([budget.no_arena(arena, least, self.need)] if arena < least else [])
+        return arena
+
+    def _host(self, name: str, nbytes: int, stack: contextlib.ExitStack) -> Tier:
+        """A slab of the host's: one buffer, pinned where there is CUDA."""
         # The tensor keeps the buffer alive: unmapping it while somebody holds a view would be a crash of theirs.
         memory = torch.frombuffer(Buffer(max(nbytes, ALIGNMENT)).view, dtype=torch.uint8)
         if self.config.host.pinned is not False:
@@ -232,7 +259,7 @@ class Runtime:
                 self.notes.append(f"host frames: {pinning}")
             else:
                 stack.callback(self.device.unpin, memory)
-        host = Tier("host", memory, eviction(self.config.policy.eviction))
+        host = Tier(name, memory, eviction(self.config.policy.eviction))
         stack.callback(host.close)
         return host
 
@@ -343,6 +370,10 @@ class Runtime:
                         "in_use": tier.slab.used,
                         "peak": tier.slab.peak,
                     }
+            activations = self.hooks.views.activations
+            if activations is not None:
+                tiers["host"]["in_use"] += activations.arena.slab.used
+                tiers["host"]["peak"] += activations.arena.slab.peak
             used = self.disk.used if self.disk is not None else 0
             tiers["disk"] = {"budget": self.budgets["disk"], "in_use": used, "peak": used}
             cursor = self.steps.training.cursor
@@ -350,6 +381,7 @@ class Runtime:
                 "steps": self.steps.number,
                 "tiers": tiers,
                 "state_nbytes": sum(page.nbytes for page in self.table),
+                "activations": activations.stats() if activations is not None else None,
                 "links": {
                     "disk_to_host": counters.disk_to_host.by_name(),
                     "host_to_disk": counters.host_to_disk.by_name(),

@@ -57,11 +57,12 @@ class Transfers:
         queue: Queue | None,
         copier: Device,
         trace: AnyTrace,
+        counters: Counters | None = None,
     ) -> None:
         self.host = host
         self.device = device
         self.disk = disk
-        self.counters = Counters()
+        self.counters = counters if counters is not None else Counters()
         self.trace = trace
         self._tracing = not isinstance(trace, NullTrace)
         self.phase: int = Phase.NONE  # written into every record

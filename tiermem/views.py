@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tiermem.activations import Activations, Slice
 from tiermem.door import Door
 from tiermem.errors import PagingError
 from tiermem.page import Frame, Page, State
@@ -128,6 +129,7 @@ class Views:
         self._slabs = {tier.memory.untyped_storage().data_ptr(): tier for tier in tiers}
         self._hooks = self.pack, self.unpack  # the same two each time: compiled code is made for them
         self.closed = False
+        self.activations: Activations | None = None  # who pages what is saved of other tensors
 
     # -- parameters ---------------------------------------------------------------------------------------
 
@@ -234,10 +236,17 @@ class Views:
         """What autograd keeps instead of ``tensor``: where it is in its page, if it looks into a frame."""
         # Detached, since an output that held itself would never be freed. The version is checked by us, because
         # autograd doesn't where there are hooks.
-        return self.locate(tensor) or (tensor.detach(), tensor._version)
+        saved: Any = self.locate(tensor)
+        if saved is None and self.activations is not None:
+            saved = self.activations.save(tensor)
+        return saved or (tensor.detach(), tensor._version)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, from whichever frame its page is in now; the page stays until the tensor dies."""
+        if isinstance(saved, Slice):
+            self.check_open()
+            assert self.activations is not None
+            return self.activations.restore(saved)
         if not isinstance(saved, Saved):
             tensor: torch.Tensor = saved[0]
             if tensor._version != saved[1]:

@@ -56,6 +56,13 @@ def _to_request(read: object) -> object:
     return size
 
 
+def _to_bytes(read: object) -> object:
+    size = Size.parse(read)  # type: ignore[arg-type]  # as above
+    if size.nbytes is None:
+        raise ValueError("it is a percentage")
+    return size
+
+
 def _to_lookahead(read: object) -> object:
     if read == "auto" or isinstance(read, int):
         return read
@@ -198,6 +205,26 @@ class PlacementSection(Section):
         TierOf,
         _key("Master weights and the optimizer's first and second moments.", A_TIER, ["host", "disk"]),
     ] = Tier.DISK
+    activations: Annotated[
+        TierOf,
+        _key(
+            "What autograd saves in the model's forward. `device` leaves it where it is, outside of the budgets. "
+            "Otherwise it leaves after it was saved and comes back before its backward; an eighth of the host's budget "
+            "(a quarter with `host`), or what is left of it, is kept for that. With the cpu as the device, `host` is "
+            "where it is already.",
+            A_TIER,
+            ["disk", "host"],
+        ),
+    ] = Tier.DEVICE
+    activation_size: Annotated[
+        Size,
+        BeforeValidator(_to_bytes),
+        _key(
+            "Saved tensors in less memory than this stay where they are.",
+            'a size, such as "1MiB", or a number of bytes',
+            ["256KiB"],
+        ),
+    ] = Size(1024**2)
 
 
 class PolicySection(Section):
