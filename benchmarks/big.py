@@ -1,6 +1,7 @@
 """Big: a model several times larger than memory is created, takes training steps, and keeps to its budget.
 
-    python benchmarks/big.py [--size 3B] [--budget 4GiB] [--tokens 32] [--steps 1] [--path DIR] [--json FILE]
+    python benchmarks/big.py [--size 3B] [--budget 4GiB] [--tokens 32] [--steps 1] [--quick] [--path DIR]
+                             [--json FILE]
 
 A GPT is built under ``tiermem.deferred_init`` by its own initialisers, wrapped, and trained for ``--steps`` steps on
 one row of ``--tokens`` random tokens: bfloat16 parameters and gradients, float32 masters and moments, 16 bytes a
@@ -120,9 +121,12 @@ def main() -> None:
     parser.add_argument("--budget", default="4GiB")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="124M parameters in 400 MiB: does it run?")
     parser.add_argument("--path", default=".", help="a folder on the disk to use")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if options.quick:
+        options.size, options.budget = "124M", "400MiB"
     shape = GPTShape(vocabulary=VOCABULARY, sequence=options.tokens, tied=True, **SIZES[options.size])
     space = os.statvfs(options.path)
     free, needed = space.f_bavail * space.f_frsize, int(shape.num_parameters * STATE * 1.1)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tiermem.config import Config, Source
-from tiermem.deferral import deferral_of
+from tiermem.conversions import Conversions
+from tiermem.deferral import Deferral, deferral_of
 from tiermem.deferred import deferring
 from tiermem.device import Device
 from tiermem.errors import ConfigError
@@ -41,10 +42,11 @@ def from_pretrained(
             parameters keep what these give.
         device: as for :class:`tiermem.TieredModule`.
 
-    Weights are found by the module's names, or without the prefix of transformers' base model; tensors that are in the
-    files and not in the module are left alone. Parameters keep the dtype that they are built with, or take
-    ``precision.parameters``; values are converted on the way, and masters keep what that loses. In memory at a time
-    are the pages, as the budget allows, and 8 MiB.
+    Weights are found by the module's names, with or without the prefix of transformers' base model, and by
+    transformers' own tables where it names or stacks them otherwise; tensors that only the files have are left alone.
+    Parameters keep the dtype that they are built with, or take ``precision.parameters``; values are converted on the
+    way, and masters keep what that loses. In memory at a time are the pages, as the budget allows, and 8 MiB (or one
+    tensor that is stacked). A model of transformers is in evaluation mode, as its own ``from_pretrained`` has it.
 
     Raises:
         WeightsError: no weights, damaged ones, other shapes, or (with ``strict``) weights that are missing.
@@ -54,22 +56,7 @@ def from_pretrained(
     with Weights(folder) as weights:
         with deferring(loaded, draw=not strict) as deferral, torch.no_grad():
             net = (build or (lambda: _build(Path(folder))))()
-            missing = []
-            for names, tensor in _tensors(net):
-                found = next((key for name in names for key in _keys(net, name) if key in weights), None)
-                if found is None:
-                    missing.append(names[0])
-                    continue
-                shape = weights[found].shape
-                if shape != tuple(tensor.shape):
-                    raise WeightsError(
-                        f"{folder}: {found} has shape {list(shape)}, and the module's {names[0]} {list(tensor.shape)}"
-                    )
-                if deferral_of(tensor) is deferral:
-                    deferral.cool()
-                    _give(deferral, tensor, weights, found)
-                else:
-                    tensor.copy_(weights.tensor(found))
+            missing = _load(net, weights, deferral)
         if missing and strict:
             raise WeightsError(
                 f"{folder}: has no weights for {len(missing)} tensors of the module, among them {missing[:4]}; it has "
@@ -79,9 +66,36 @@ def from_pretrained(
         return TieredModule(net, loaded, device=device)
 
 
-def _give(deferral: Any, parameter: torch.Tensor, weights: Weights, name: str) -> None:
-    """These weights are the parameter's values, in the parameter's dtype."""
-    deferral.give(parameter, Recipe(FromWeights(weights, name)))
+def _load(net: nn.Module, weights: Weights, deferral: Deferral) -> list[str]:
+    """Say where the values of the module's tensors come from; returns the names of those that have none."""
+    tensors = list(_tensors(net))
+    by_name = {name: tensor for names, tensor in tensors for name in names}
+    conversions = Conversions(net, set(by_name), weights)
+    converted = set()
+    for name, value in conversions:
+        _check(weights, name, tuple(value.shape), name, by_name[name])
+        by_name[name].copy_(value)
+        converted.add(id(by_name[name]))
+    missing = []
+    for names, tensor in tensors:
+        keys = [key for name in names for key in _keys(net, name, conversions)]
+        found = next((key for key in keys if key in weights), None)
+        if found is not None:
+            _check(weights, found, weights[found].shape, names[0], tensor)
+            if deferral_of(tensor) is deferral:
+                deferral.give(tensor, Recipe(FromWeights(weights, found)))
+            else:
+                tensor.copy_(weights.tensor(found))
+        elif id(tensor) not in converted:
+            missing.append(names[0])
+    return missing
+
+
+def _check(weights: Weights, key: str, shape: tuple[int, ...], name: str, tensor: torch.Tensor) -> None:
+    if shape != tuple(tensor.shape):
+        raise WeightsError(
+            f"{weights.path}: {key} has shape {list(shape)}, and the module's {name} {list(tensor.shape)}"
+        )
 
 
 def _tensors(net: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
@@ -96,12 +110,13 @@ def _tensors(net: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
     return iter(names.values())
 
 
-def _keys(net: nn.Module, name: str) -> list[str]:
+def _keys(net: nn.Module, name: str, conversions: Conversions) -> list[str]:
     """What a tensor of the module may be called in the files."""
     prefix = getattr(net, "base_model_prefix", "")
+    keys = [name, *([conversions.renamed[name]] if name in conversions.renamed else [])]
     if not isinstance(prefix, str) or not prefix:
-        return [name]
-    return [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
+        return keys
+    return [*keys, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
 
 
 def _build(folder: Path) -> nn.Module:
@@ -127,4 +142,6 @@ def _build(folder: Path) -> nn.Module:
             "give build="
         )
     net: nn.Module = kind._from_config(transformers.AutoConfig.from_pretrained(folder))
-    return net
+    if (folder / "generation_config.json").exists() and hasattr(net, "generation_config"):
+        net.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return net.eval()
