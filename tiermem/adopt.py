@@ -87,6 +87,9 @@ class Adoption:
         # Masters first: once the parameters' page is there, its eviction would take their own memory from them.
         if group.trainable and any(field.parameter.dtype is not group.dtype for field in group.fields):
             self._take_masters(group)
+        if page.gathered:
+            self._take_slice(group)
+            return
         pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
         try:
             assert page.host is not None
@@ -100,6 +103,25 @@ class Adoption:
         finally:
             pager.unpin([page], dirty=True)
         self._send([page])
+
+    def _take_slice(self, group: Group) -> None:
+        """What of the group's parameters is in this rank's slice."""
+        page, shard, ranks = group.parameter, group.updated, self._pager.transfers.ranks
+        assert ranks is not None
+        self._pager.fault([shard], Phase.FORWARD, group.unit, on_host=True)
+        try:
+            assert shard.host is not None
+            place = self._pager.host.bytes_of(shard.host).view(group.dtype)
+            first = ranks.rank * place.numel()
+            for field in group.fields:
+                low, high = max(field.offset, first), min(field.offset + field.numel, first + place.numel())
+                if low < high:
+                    own = elements(field, low - field.offset, high - field.offset)
+                    place[low - first : high - first].copy_(own)
+        finally:
+            self._pager.unpin([shard], dirty=True)
+        page.blank = False
+        self._send([shard])
 
     def _take_masters(self, group: Group) -> None:
         for part in group.parts:
@@ -191,7 +213,7 @@ class Adoption:
                     field.parameter.data = view.to(self._device.torch_device, dtype, copy=True)
         finally:
             self._pager.unpin([page])
-        if any(dtype is not group.dtype for dtype in dtypes):
+        if any(dtype is not group.dtype for dtype in dtypes) and self._pager.transfers.ranks is None:
             for part in group.parts:
                 if part.master is not None and not part.master.blank:
                     # What the cast to the page's dtype lost.

@@ -51,19 +51,25 @@ def host_need(units: Sequence[Unit], pages: Iterable[Page], unified: bool) -> Ne
     for unit in units:
         outer = [units[number] for number in unit.outer]
         below = [page for each in outer for page in (each.pages if unified else []) + each.gradient_pages]
-        parameters = unit.pages  # on a device of its own, they pass through the host together
+        # On a device of its own, they pass through the host together. Slices: of what is changed, or summed.
+        parameters = unit.pages + _shards(unit.pages)
+        gradients = unit.gradient_pages + _shards(unit.gradient_pages)
         if unit.number:
-            for phase, own in (("forward", parameters), ("backward", parameters + unit.gradient_pages)):
+            for phase, own in (("forward", parameters), ("backward", parameters + gradients)):
                 best = max(
                     best, _sum(f"{phase} of {unit.name}", stuck + resident + below + own, below, own, transit)
                 )
         for group in unit.groups:
-            shared = [group.parameter, *([group.gradient] if group.gradient else [])]
+            shared = [group.updated, *([group.summed] if group.gradient else [])]
             several = shared if len(group.parts) > 1 else []
             for part in group.parts:
                 needed = stuck + shared + part.pages
                 best = max(best, _sum(f"update of {unit.name}", needed, several, part.pages, transit))
     return Need(*best)
+
+
+def _shards(pages: Iterable[Page]) -> list[Page]:
+    return [page.shard for page in pages if page.shard is not None]
 
 
 def device_need(units: Sequence[Unit]) -> Need:

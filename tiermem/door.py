@@ -46,6 +46,11 @@ class Door:
         """Keep Ctrl-C back without the lock: what is pinned inside is unpinned before it strikes."""
         return self._hold
 
+    @property
+    def interrupted(self) -> bool:
+        """Is there a signal that was noted, and waits to strike? For whoever waits long inside."""
+        return self._caught is not None and threading.get_ident() == self._main
+
     def checkpoint(self) -> None:
         """Let a noted signal strike here, inside a :meth:`hold`, where everything can be undone."""
         if self._caught is not None and self._handler is not None and threading.get_ident() == self._main:

@@ -144,6 +144,21 @@ class SavingError(TiermemError, OSError):
         return f"saving failed: {super().__str__()}"
 
 
+class RanksError(TiermemError, RuntimeError):
+    """Ranks that train together can't go on: one has died or left, or they wait for each other for ever.
+
+    `rank` is the one that it began with, None where it is not one's fault alone. Every rank raises it with one text.
+    """
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text, rank)
+        self.text = text
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _exact(nbytes: int) -> str:
     text = format_bytes(nbytes)
     return text if abs(nbytes) < 1024 else f"{text} ({nbytes:,} bytes)"

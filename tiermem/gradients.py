@@ -18,6 +18,7 @@ from tiermem.page import Kind, Page
 from tiermem.pager import Pager
 from tiermem.parameter import PagedView
 from tiermem.policies import Phase
+from tiermem.reduction import Reduction
 from tiermem.unit import Group, Unit
 from tiermem.views import Views
 
@@ -25,11 +26,14 @@ from tiermem.views import Views
 class Gradients:
     """The gradients of one wrapped model's parameters."""
 
-    def __init__(self, units: Sequence[Unit], pager: Pager, door: Door, views: Views) -> None:
+    def __init__(
+        self, units: Sequence[Unit], pager: Pager, door: Door, views: Views, reduction: Reduction
+    ) -> None:
         self._units = units
         self._pager = pager
         self._door = door
         self._views = views
+        self._reduction = reduction
         self._home = views.home
 
     # -- landing ------------------------------------------------------------------------------------------
@@ -49,16 +53,19 @@ class Gradients:
                 page.dirty = True
                 page.blank = False
                 return
-        with self.resident(group, index):
+        with self.resident(group, index), self._door:
             self._put(group, index, gradient)
 
     def _put(self, group: Group, index: int, gradient: torch.Tensor) -> None:
         place = self._place(group, index)
-        if group.landed[index]:
+        if group.held[index]:
             place.add_(gradient.to(place.device))
         else:
             place.copy_(gradient)
-            group.landed[index] = 1
+            group.held[index] = group.landed[index] = 1
+        if self._reduction.ranks is not None:
+            self._reduction.arrived(group, index)
+            return
         group.normed[index] = group.wants_norms
         if group.wants_norms:
             # Into memory of its own: a small tensor for each would lie between the large ones and hold the heap apart.
@@ -115,6 +122,8 @@ class Gradients:
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See ``TieredModule.clip_grad_norm_``. The operations are torch's, in its order, so the bits are."""
+        if self._reduction.ranks is not None:
+            return self._clip_all(parameters, max_norm, norm_type, error_if_nonfinite)
         norms = []
         groups: dict[int, Group] = {}
         for parameter in parameters:
@@ -130,14 +139,29 @@ class Gradients:
         if not norms:
             return torch.tensor(0.0)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"the total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped; "
-                "to go on all the same, set error_if_nonfinite=False"
-            )
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        factor = _factor(total, max_norm, norm_type, error_if_nonfinite)
         for group in groups.values():
             group.wants_norms = norm_type == 2.0
+            group.scale = factor
+        return total
+
+    def _clip_all(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """The same over all ranks, each of which has slices: equal up to the rounding of sums in another order."""
+        if norm_type <= 0:
+            raise PagingError(
+                f"norm_type: read {norm_type}; across ranks, allowed is a number above 0, or inf"
+            )
+        self._reduction.settle("clip_grad_norm_()")
+        wanted: dict[Group, list[int]] = {}
+        for parameter in parameters:
+            group, index = self._home.get(id(parameter), (None, 0))
+            if group is not None and group.landed[index]:
+                wanted.setdefault(group, []).append(index)
+        total = torch.tensor(self._reduction.norm(wanted, norm_type), dtype=torch.float32)
+        factor = _factor(total, max_norm, norm_type, error_if_nonfinite)
+        for group in wanted:
             group.scale = factor
         return total
 
@@ -146,6 +170,10 @@ class Gradients:
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The parameter's gradient as a view of its page (on the host); the optimizer sees what is written to it."""
         group, index = self._home[id(parameter)]
+        if group.trainable and self._reduction.ranks is not None:
+            self._reduction.settle_backward("reading a gradient")
+            if group.landed[index] and self._reduction.partition.stage:
+                return self._reduction.whole(group, index)
         if not group.trainable or not group.landed[index]:
             with torch._C.DisableTorchFunctionSubclass():
                 return parameter.grad  # of a frozen parameter, if somebody set it
@@ -164,6 +192,10 @@ class Gradients:
                 parameter.grad = gradient
             return
         field = group.fields[index]
+        if gradient is not None and self._reduction.ranks is not None:
+            raise PagingError(
+                f"{field.name}.grad can't be set where several ranks share the model: scale the loss instead"
+            )
         if gradient is not None and (tuple(gradient.shape) != field.size or gradient.dtype != group.dtype):
             raise PagingError(
                 f"assigned a gradient of shape {list(gradient.shape)} and dtype {gradient.dtype} to {field.name}, "
@@ -178,18 +210,21 @@ class Gradients:
 
     def forget(self, only: Container[int] | None = None) -> None:
         """No parameter has a gradient any more (``zero_grad``); ``only``: none of those with these ids."""
+        self._reduction.settle_backward("zero_grad()")
         for unit in self._units:
             for group in unit.groups:
                 if not group.trainable or not any(group.landed):
                     continue
                 for index, field in enumerate(group.fields):
                     if only is None or id(field.parameter) in only:
-                        group.landed[index] = group.normed[index] = 0
+                        group.landed[index] = group.held[index] = group.normed[index] = 0
                 if not any(group.landed):
                     self._forget(group)
 
     def zero(self, only: Container[int] | None = None) -> None:
         """All gradients that are there become zeros; ``only``: those of parameters with these ids."""
+        if self._reduction.ranks is not None:
+            raise PagingError("zero_grad(set_to_none=False) can't be had across ranks: leave set_to_none out")
         for unit in self._units:
             for group in unit.groups:
                 wanted = [
@@ -213,6 +248,17 @@ class Gradients:
                 page.spent = False  # somebody looks at it: it stays until the next gradient overwrites it
             else:
                 self._pager.discard(page)
+            self._reduction.forget(group)
+
+
+def _factor(total: torch.Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """By what clipping multiplies gradients whose norm is ``total``."""
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped; "
+            "to go on all the same, set error_if_nonfinite=False"
+        )
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
 def _page(group: Group) -> Page:

@@ -27,7 +27,9 @@ from tiermem.guard import Guard
 from tiermem.page import Page
 from tiermem.pager import Pager
 from tiermem.parameter import disown, own
+from tiermem.partition import ALONE, Partition
 from tiermem.policies import Access, Phase
+from tiermem.reduction import Reduction
 from tiermem.steps import Steps
 from tiermem.trace import Event
 from tiermem.unit import Group, Unit
@@ -40,7 +42,15 @@ _CALL_FILE = nn.Module.__call__.__code__.co_filename
 class Hooks:
     """The hooks of one wrapped model, from :meth:`attach` to :meth:`detach`; the owner of its parameters."""
 
-    def __init__(self, net: nn.Module, units: Sequence[Unit], pager: Pager, steps: Steps, door: Door) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        units: Sequence[Unit],
+        pager: Pager,
+        steps: Steps,
+        door: Door,
+        partition: Partition = ALONE,
+    ) -> None:
         self.net = net
         self.units = units
         self.pager = pager
@@ -52,7 +62,8 @@ class Hooks:
             for group in unit.groups:
                 self.home.update((id(field.parameter), (group, i)) for i, field in enumerate(group.fields))
         self.views = Views(pager, door, self.home, self)
-        self.gradients = Gradients(units, pager, door, self.views)
+        self.reduction = Reduction(units, pager, door, partition)
+        self.gradients = Gradients(units, pager, door, self.views, self.reduction)
         self._handles: list[Any] = []
         self._calls = Calls()  # forwards that run
         pager.room.relieve = self._relieve
@@ -63,7 +74,7 @@ class Hooks:
         self._enters = {unit.number: partial(self._enter_backward, unit) for unit in units}
         self._leaves = {unit.number: partial(self._leave_backward, unit) for unit in units}
         self._backward_pages = {unit.number: unit.pages + unit.gradient_pages for unit in units}
-        self._uses = Uses(units)
+        self._uses = Uses(units, partition)
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -205,7 +216,9 @@ class Hooks:
 
     def hold_resident(self, training: bool) -> None:
         """Pin the resident unit's pages until :meth:`release_resident`."""
-        wanted = self._backward_pages[0] if training else self.units[0].pages
+        # Where gradients go to other ranks as soon as backward is over, theirs aren't held from one to the next.
+        held = training and not self.reduction.partition.shards_gradients
+        wanted = self._backward_pages[0] if held else self.units[0].pages
         missing = [page for page in wanted if page not in self._resident_pages]
         if missing:
             self.pager.fault(missing, Phase.FORWARD, 0)
@@ -225,7 +238,11 @@ class Hooks:
         self.views.check_transforms()
         with self.door:
             self._leave_broken()
-            expected = self.steps.access(Access(unit.number, Phase.FORWARD), self._uses.forward[unit.number])
+            expected = self.steps.access(
+                Access(unit.number, Phase.FORWARD),
+                self._uses.forward[unit.number],
+                self._uses.effects_of_forward(unit),
+            )
             self.pager.fault(unit.pages, Phase.FORWARD, unit.number, expected=expected)
             for group in unit.uses:
                 self.views.open(group)
@@ -290,6 +307,8 @@ class Hooks:
     def _end_backward(self) -> None:
         with self.door:
             self._close_backward()
+            if self._in_backward and self.reduction.ranks is not None:
+                self.reduction.end_backward()
             self._in_backward = False
 
     def _close_backward(self) -> None:
@@ -297,13 +316,16 @@ class Hooks:
             self._close_last()
 
     def _close_last(self) -> None:
-        self._let_go()
+        unit = self._let_go()
+        if self.reduction.ranks is not None:
+            self.reduction.unit_closed(unit)
         self.pager.nudge()
 
-    def _let_go(self) -> None:
+    def _let_go(self) -> Unit:
         unit, pages, start = self._open.pop()
         self.pager.unpin(pages)
         self.trace.record(Event.COMPUTE, start, now() - start, unit.number, phase=Phase.BACKWARD)
+        return unit
 
     def _relieve(self) -> bool:
         """Let go of the units open in backward: what is still to be read or written of them comes back by itself.
@@ -335,6 +357,8 @@ class Hooks:
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The parameter's gradient as a view of its page, or None."""
+        if self.reduction.ranks is not None:
+            self.release_resident()
         return self.gradients.get(parameter)
 
     def set_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +37,8 @@ class TieredModule(nn.Module):
         module: any ``nn.Module`` with plain parameters. Its own memory is let go of as it is taken over.
         config: a policy file's path, a dict of the same shape, a :class:`tiermem.Config`, or None for the defaults.
         device: a device to use instead of the one that ``device.kind`` names (for tests).
+        group: the processes that train this model together, each with a slice of its state: a process group, a
+            DeviceMesh of one dimension, or None for all of torch.distributed, if that is initialised.
 
     Names of parameters, buffers and state are the wrapped module's, and what this class doesn't have is looked up there
     (``model.generate``, ``model.config``). Use it like the module itself; :meth:`close` it at the end, or use ``with``.
@@ -44,14 +48,16 @@ class TieredModule(nn.Module):
         BudgetError: a budget is smaller than the smallest workable one, which the message names.
     """
 
-    def __init__(self, module: nn.Module, config: Source = None, *, device: Device | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, config: Source = None, *, device: Device | None = None, group: Any = None
+    ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule | TieredModule):
             raise ConfigError(
                 f"a {type(module).__name__} can't be paged: only a plain torch.nn.Module can (close a TieredModule to "
                 "wrap its module again)"
             )
-        self._runtime = runtime = Runtime(module, Config.load(config), device)
+        self._runtime = runtime = Runtime(module, Config.load(config), device, group)
         try:
             runtime.open()
             self.module = module
@@ -101,12 +107,29 @@ class TieredModule(nn.Module):
 
         The same numbers as ``torch.nn.utils.clip_grad_norm_``, bit for bit, without bringing the gradients back:
         from the second call on, norms are taken while gradients land, and the factor is applied by the optimizer
-        when it reads them. Raises RuntimeError with ``error_if_nonfinite`` when the norm isn't finite.
+        when it reads them. Raises RuntimeError with ``error_if_nonfinite`` when the norm isn't finite. Across ranks it
+        is the norm of the mean gradient, equal up to rounding; all of them must call it.
         """
         self._runtime.check_open()
+        if self._runtime.ranks is not None:
+            self._runtime.hooks.release_resident()
         return self._runtime.hooks.gradients.clip(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite
         )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, gradients are added up here and not sent to other ranks: for all micro-batches but the last.
+
+        Saves communication, and holds the whole gradients meanwhile, on the disk if need be. Without other ranks it
+        changes nothing.
+        """
+        reduction = self._runtime.hooks.reduction
+        before, reduction.quiet = reduction.quiet, True
+        try:
+            yield
+        finally:
+            reduction.quiet = before
 
     # -- what nn.Module shows -----------------------------------------------------------------------------
 
@@ -174,6 +197,7 @@ class TieredModule(nn.Module):
         After :meth:`close` it saves the parameters of the module as they are then; the optimizer's state went with the
         pages. Raises CheckpointError for what can't be saved, SavingError (an OSError) when the disk refuses.
         """
+        self._check_alone("save")
         return self._saves.save(
             path,
             optimizer,
@@ -208,7 +232,15 @@ class TieredModule(nn.Module):
         Raises CheckpointError with every difference of names, shapes and dtypes there is, before anything is changed;
         or when a file is damaged.
         """
+        self._check_alone("load")
         return self._saves.load(path, optimizer, strict=strict, cast=cast)
+
+    def _check_alone(self, what: str) -> None:
+        if self._runtime.ranks is not None:
+            raise PagingError(
+                f"{what}() can't be had while {self._runtime.partition.world} ranks share the model: use state_dict() "
+                "and optimizer.state_dict(), which every rank has to call, and load_state_dict()"
+            )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -334,6 +366,8 @@ class TieredModule(nn.Module):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self._runtime.leave(error)
         self.close()
 
 
@@ -343,6 +377,9 @@ _ending: list[bool] = []  # not empty once the interpreter ends
 def _abandon(runtime: Runtime) -> None:
     """Close the runtime of a model that nobody closed, from whichever thread it was collected in."""
     if _ending:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            runtime.leave(error)
         runtime.close(restore=False)
         return
     warnings.warn(

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tiermem.errors import TransferError
+from tiermem.errors import RanksError, TransferError
 
 ALIGNMENT = 4096
 """Bytes. Frames and disk extents start and end on it: enough for O_DIRECT on every disk in use."""
@@ -30,6 +30,8 @@ class Kind(enum.IntEnum):
     EXP_AVG = 3
     EXP_AVG_SQ = 4
     ACTIVATION = 5
+    PARAMETER_SHARD = 6
+    GRADIENT_SHARD = 7
 
 
 class State(enum.IntEnum):
@@ -99,6 +101,10 @@ class Page:
     on disk; ``stored`` that the disk has a copy at all. A ``blank`` page has no content yet (a moment before
     the first step, a gradient before backward): it is made of zeros when it is first needed, and never read. Of a
     gradient only the ``gaps`` between tensors are, since what lands overwrites the rest.
+
+    Where several ranks share a model (see ``tiermem.partition``), ``key`` is the page's name between them, and the
+    ``shard`` of a parameter or gradient page has this rank's slice of it. Parameters then have no other copy below:
+    the ranks together are what they are read from.
     """
 
     __slots__ = (
@@ -112,12 +118,15 @@ class Page:
         "gaps",
         "hollow",
         "host",
+        "key",
         "kind",
         "leaving",
         "nbytes",
         "number",
         "pins",
         "prefetched",
+        "renewed",
+        "shard",
         "sinks",
         "spent",
         "state",
@@ -128,13 +137,20 @@ class Page:
     )
 
     def __init__(
-        self, number: int, unit: int, kind: Kind, dtype: torch.dtype, numel: int, sinks: bool
+        self,
+        number: int,
+        unit: int,
+        kind: Kind,
+        dtype: torch.dtype,
+        numel: int,
+        sinks: bool,
+        alignment: int = ALIGNMENT,
     ) -> None:
         self.number = number
         self.unit = unit
         self.kind = kind
         self.dtype = dtype
-        self.nbytes = padded(numel * dtype.itemsize)
+        self.nbytes = padded(numel * dtype.itemsize, alignment)
         self.sinks = sinks  # may it go to the disk?
         self.state = State.DISK
         self.pins = 0
@@ -152,8 +168,16 @@ class Page:
         self.version = 0  # of the content: an autograd graph that saved another one must not go on
         self.prefetched = False  # brought in ahead of need and not used yet
         self.transfer: object | None = None  # the tiermem.transfer.Transfer in flight
-        self.error: TransferError | None = None  # of a transfer that nobody waited for
+        self.error: TransferError | RanksError | None = None  # of a transfer that nobody waited for
         self.users: list[Binding] = []  # who holds views of its frame
+        self.key = number
+        self.shard: Page | None = None
+        self.renewed = False  # changed by the optimizer since it was used last
+
+    @property
+    def gathered(self) -> bool:
+        """Is it read from the ranks, each of which has a slice?"""
+        return self.shard is not None and self.kind is Kind.PARAMETER
 
     def __repr__(self) -> str:
         flags = "".join(

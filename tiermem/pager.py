@@ -236,7 +236,7 @@ class Pager:
                     moves.load(page, frame, Reason.LOOKAHEAD)
                     self._count_prefetch(page)
             elif state is State.DISK:
-                if page.error is not None:
+                if page.error is not None or not moves.ready(page):
                     continue
                 frame = self.room.ahead(self.host, page, position, claimed, only_evict=blocked)
                 if frame is None:
@@ -264,6 +264,51 @@ class Pager:
         if page.host is not None:
             self.transfers.drop(page, Reason.DISCARD)
 
+    def commit(self, page: Page) -> None:
+        """A user has changed parameters, on all ranks alike: each keeps its slice. Without ranks, nothing is to do.
+
+        The page is pinned. Raises RanksError where other ranks don't change it.
+        """
+        ranks, shard = self.transfers.ranks, page.shard
+        if not page.gathered or ranks is None or shard is None:
+            return
+        # Before all have made the change, somebody may still want the page as it was.
+        ranks.meet(f"change of page {page.key}", reason=f"a change of the parameters of unit {page.unit}")
+        self.fault([], Phase.FORWARD, page.unit, overwrite=[shard])
+        tier, frame = (
+            (self.host, page.host) if page.state is State.HOST else (self.device or self.host, page.device)
+        )
+        assert frame is not None
+        assert shard.host is not None
+        first = ranks.rank * shard.nbytes
+        self.host.bytes_of(shard.host).copy_(tier.bytes_of(frame)[first : first + shard.nbytes])
+        self.unpin([shard], dirty=True)
+        page.dirty = page.device_dirty = False
+        if page.state is State.DEVICE and page.host is not None:
+            self.transfers.drop(page, Reason.DISCARD)  # stale
+        ranks.offer([(page.key, page.version)])
+
+    def renew(self, page: Page) -> None:
+        """This rank's slice of the page has been changed: what is here of the whole is stale, and is let go of.
+
+        Raises PagingError when tensors that somebody holds look into it.
+        """
+        self.room.loans.collect()
+        if page.state.journey:
+            self.transfers.wait(page)
+        if page.pins:
+            raise PagingError(
+                f"tensors that you hold look into the parameters of unit {page.unit} ({page.pins} pins), which have "
+                "changed on other ranks: let go of them before"
+            )
+        page.dirty = page.device_dirty = page.blank = False
+        if page.device is not None:
+            self.transfers.drop_device(page, Reason.DISCARD)
+        if page.host is not None:
+            self.transfers.drop(page, Reason.DISCARD)
+        page.renewed = True
+        page.version += 1
+
     def writeback(self, pages: Iterable[Page]) -> None:
         """Begin to write dirty pages whose frames will be wanted soon; doesn't wait."""
         for page in pages:
@@ -276,7 +321,7 @@ class Pager:
         for page in self.table:
             if page.device_dirty:
                 self.room.store(page)
-            if page.dirty and not page.blank and page.sinks and not page.pins:
+            if page.dirty and not page.blank and page.sinks and not page.pins and not page.gathered:
                 if page.state is State.DEVICE:
                     self.transfers.drop_device(page, Reason.CLOSE)
                 self.transfers.write(page, Reason.CLOSE)
@@ -336,6 +381,8 @@ class Pager:
                 moves.raise_error(page)
         for page in pages:
             self._use(page)
+        if last is not None and last.gathered and device is None:
+            cause, link = Reason.COLLECTIVE, (At.NONE, At.HOST)
         if last is not None:
             # What was waited for a frame has been told of already.
             moves.stall(last, unit, start + self.room.waited_ns, cause, link)

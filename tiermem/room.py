@@ -183,9 +183,10 @@ class Room:
         self.counters.num_relocations += 1
         for user in page.users:
             user.unbind()
-        self.host.bytes_of(new).copy_(self.host.bytes_of(frame))
+        with self.transfers.shelf:
+            self.host.bytes_of(new).copy_(self.host.bytes_of(frame))
+            page.host = new
         self.host.slab.release(frame)
-        page.host = new
         return True
 
     def take_blank(self, page: Page, frame: Frame) -> None:
@@ -260,21 +261,22 @@ class Room:
         """
         self.counters.num_relocations += 1
         memory = self.host.memory
-        for frame in list(self.host.slab):
-            page = frame.page
-            if page.pins or page.state.journey:
-                continue
-            old = self.host.slab.slide(frame)
-            if old is None:
-                continue
-            if page.state is not State.DEVICE:
-                for user in page.users:
-                    user.unbind()
-            # The two may overlap; a step no longer than the distance moved never overwrites what is still to move.
-            distance = old - frame.offset
-            for done in range(0, frame.nbytes, distance):
-                size = min(distance, frame.nbytes - done)
-                memory[frame.offset + done :][:size].copy_(memory[old + done :][:size])
+        with self.transfers.shelf:
+            for frame in list(self.host.slab):
+                page = frame.page
+                if page.pins or page.state.journey:
+                    continue
+                old = self.host.slab.slide(frame)
+                if old is None:
+                    continue
+                if page.state is not State.DEVICE:
+                    for user in page.users:
+                        user.unbind()
+                # The two may overlap; a step no longer than the distance moved never overwrites what is still to move.
+                distance = old - frame.offset
+                for done in range(0, frame.nbytes, distance):
+                    size = min(distance, frame.nbytes - done)
+                    memory[frame.offset + done :][:size].copy_(memory[old + done :][:size])
 
     def _no_room(self, tier: Tier, page: Page) -> BudgetError:
         pinned = [frame for frame in tier.slab if self.stays(tier, frame.page)]

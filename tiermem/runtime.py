@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,10 +25,12 @@ from tiermem.door import Door
 from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
 from tiermem.limits import measure_limits
-from tiermem.page import ALIGNMENT, Kind, Page
+from tiermem.page import ALIGNMENT, Kind, Page, padded
 from tiermem.pageable import is_compute, nbytes_of, nbytes_of_buffers
 from tiermem.pager import Pager
+from tiermem.partition import ALONE, Partition
 from tiermem.policies import Ahead, eviction, prefetch
+from tiermem.ranks import Peers, Ranks, agree, find_peers, scratch_nbytes
 from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
@@ -43,19 +46,30 @@ PLACEMENT = {
     Kind.MASTER: "optimizer",
     Kind.EXP_AVG: "optimizer",
     Kind.EXP_AVG_SQ: "optimizer",
+    Kind.PARAMETER_SHARD: "parameters",
+    Kind.GRADIENT_SHARD: "gradients",
 }
+
+
+FIRST = (Kind.PARAMETER, Kind.GRADIENT, Kind.PARAMETER_SHARD, Kind.GRADIENT_SHARD)
 
 
 class Runtime:
     """Everything that one wrapped model owns, opened in order and closed in reverse."""
 
-    def __init__(self, net: nn.Module, config: Config, device: Device | None = None) -> None:
+    def __init__(
+        self, net: nn.Module, config: Config, device: Device | None = None, group: Any = None
+    ) -> None:
         self.config = config
         self.net = net
         self.closed = False
         self.queue: Queue | None = None
         self.notes: list[str] = []  # what is not as good as it could be, in words
+        self.partition = ALONE
+        self.peers: Peers | None = None
+        self.ranks: Ranks | None = None
         self._given_device = device
+        self._group = group  # of processes: what TieredModule was given
         self._stack = contextlib.ExitStack()
         self._opened = 0  # the process that opened it
 
@@ -83,6 +97,7 @@ class Runtime:
         except ValueError as error:
             raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
+        self._meet_peers(net, stack)
         capacity, device_capacity = self._cut(net, dtype)
         total = sum(page.nbytes for page in self.table)
         note = budget.beyond(self.budgets["host"], min(capacity, total), look())
@@ -114,16 +129,17 @@ class Runtime:
         transfers = Transfers(host, device_tier, disk, self.queue, self.device, self.trace)
         if disk is not None:
             # What the first step needs at the latest, so that a full disk is found out now.
-            transfers.provide(page for page in self.table if page.kind in (Kind.PARAMETER, Kind.GRADIENT))
-        stack.callback(transfers.drain)
+            transfers.provide(page for page in self.table if page.kind in FIRST and page.shard is None)
+        stack.callback(transfers.abandon)
+        self._connect(transfers, stack)
         try:
             eviction(config.policy.eviction)
         except ValueError as error:
             raise ConfigError(f"policy.eviction: {error}") from error
         named = {"plan": Reason.PLAN, "belady": Reason.BELADY, "lru": Reason.LRU}
         reason = named.get(config.policy.eviction, Reason.PLUGIN)
-        ahead = None if disk is None and unified else self._prefetch(host.slab.nbytes)
-        moving = disk is not None or not unified
+        moving = disk is not None or not unified or self.partition.shards_parameters
+        ahead = self._prefetch(host.slab.nbytes) if moving else None
         self.pager = Pager(
             self.table,
             transfers,
@@ -135,8 +151,8 @@ class Runtime:
         self.steps = Steps(self.pager.follow, self.trace, lambda: sum(stalls.values()))
         if disk is None:
             for page in self.table:
-                page.sinks = False
-        self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door)
+                page.sinks = page.gathered
+        self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door, self.partition)
         if arena:
             tier = self._host("activations", arena, stack)
             moves = Transfers(
@@ -168,7 +184,36 @@ class Runtime:
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = None
             self.adoption.settle()
+        if self.ranks is not None:
+            self.ranks.offer((page.key, page.version) for page in self.table if page.gathered)
         trim_memory()
+
+    def _meet_peers(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
+        """Find the other ranks, and see that all have the same model."""
+        ranks = self.config.ranks
+        if ranks.stage == "none":
+            return
+        self.peers = find_peers(self._group, ranks.timeout)
+        if self.peers is None:
+            return
+        self.partition = Partition(self.peers.rank, self.peers.world, ranks.stage)
+        agree(self.peers, "what ranks.stage is", ranks.stage)
+        for name, fact in fingerprint(net):
+            agree(self.peers, name, fact)
+
+    def _connect(self, transfers: Transfers, stack: contextlib.ExitStack) -> None:
+        """Open the connections to the other ranks. They end before what is exchanged over them does."""
+        if self.peers is None:
+            return
+        groups = [group for unit in self.units for group in unit.groups]
+        slices = [group.parameter.nbytes // self.partition.world for group in groups]
+        words = [f"the parameters of {self.units[group.unit].name}" for group in groups]
+        ranks = self.peers.connect(slices, words, self.config.ranks.reduce == "float32")
+        stack.callback(ranks.close)
+        ranks.interrupted = lambda: self.door.interrupted
+        shards = {group.parameter.key: group.parameter.shard for group in groups}
+        transfers.share(ranks, {key: shard for key, shard in shards.items() if shard is not None})
+        self.ranks = ranks
 
     def _cut(self, net: nn.Module, dtype: torch.dtype | None) -> tuple[int, int | None]:
         """Resolve the budgets and cut the model into units and pages that work within them.
@@ -178,8 +223,18 @@ class Runtime:
         config, unified = self.config, self.device.unified
         buffers = nbytes_of_buffers(net)
         overhead = buffers if unified else 0
-        self.budgets = {"host": config.host.budget.resolve(available_nbytes()), "disk": self._disk_budget()}
+        local = local_ranks() if self.peers is not None else 1
+        self.budgets = {
+            "host": config.host.budget.resolve(available_nbytes() // local),
+            "disk": self._disk_budget(local),
+        }
+        if self.peers is not None:
+            largest = padded(sum(p.nbytes for p in net.parameters()) + ALIGNMENT) // self.peers.world
+            overhead += scratch_nbytes(largest, self.peers.world)
         capacity = budget.floor(max(0, self.budgets["host"] - overhead))
+        if self.peers is not None:
+            # One way to cut the model for all: what works for the smallest.
+            capacity = min(self.peers.tell(capacity))
         device_capacity = None
         if not unified:
             self.budgets["device"] = config.device.budget.resolve(self.device.free_nbytes())
@@ -196,8 +251,9 @@ class Runtime:
         def build(modules: dict[str, nn.Module], numel: int) -> tuple[PageTable, list[Unit]]:
             table = PageTable()
             return table, build_units(
-                net, modules, table, dtype=dtype, device=device, part_numel=numel, sinks=sinks
-            )
+                net, modules, table, dtype=dtype, device=device, part_numel=numel, sinks=sinks,
+                partition=self.partition,
+            )  # fmt: skip
 
         best = min(capacity, capacity if device_capacity is None else device_capacity) // 6
         cut = budget.fit(
@@ -210,7 +266,7 @@ class Runtime:
             self.smallest["device"] = cut.device.nbytes + buffers
         return capacity, device_capacity
 
-    def _disk_budget(self) -> int:
+    def _disk_budget(self, local: int) -> int:
         size: Size = self.config.disk.budget
         if size.nbytes is not None:
             return size.nbytes
@@ -218,7 +274,7 @@ class Runtime:
         for folder in self.config.disk.folders:
             with contextlib.suppress(OSError):
                 free += free_nbytes(folder)
-        return size.resolve(free)
+        return size.resolve(free // local)
 
     def _disk(self, stack: contextlib.ExitStack) -> Disk:
         """The disk tier, for a model that doesn't fit the host."""
@@ -287,8 +343,17 @@ class Runtime:
         if self.config.trace.file is None:
             return NullTrace()
         groups = {page.number: group for group, page in self._pages()}
+        meta: dict[str, Any] = {
+            "policy": self.config.to_toml(),
+            "device": self.device.name,
+            "limits": self.limits,
+        }
+        file = self.config.trace.file
+        if self.peers is not None:
+            meta |= {"rank": self.partition.rank, "world": self.partition.world}
+            file = file.with_name(f"{file.stem}.{self.partition.rank}{file.suffix}")
         return Trace.create(
-            self.config.trace.file,
+            file,
             units=[unit.name for unit in self.units],
             pages=[
                 PageInfo(
@@ -302,7 +367,7 @@ class Runtime:
                 for page in self.table
             ],
             budgets=self.budgets,
-            meta={"policy": self.config.to_toml(), "device": self.device.name, "limits": self.limits},
+            meta=meta,
         )
 
     # -- closing ------------------------------------------------------------------------------------------
@@ -331,8 +396,18 @@ class Runtime:
         if self.pager.watcher is not None:
             self.pager.watcher.settle()
         self.hooks.detach()
+        if restore and self.partition.shards_parameters and self.ranks is not None and self.ranks.failed:
+            warnings.warn(
+                "the parameters are in slices on the ranks, which can't go on: they are not given back (NaN is in "
+                "their place)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            restore = False
         with self.door:
             self.pager.follow(None)  # no next step is prepared any more
+            if self.ranks is not None and self.ranks.failed:
+                self.pager.transfers.abandon()
             self.pager.transfers.drain()
             if self.config.disk.keep and self.disk is not None:
                 self.pager.flush()
@@ -351,6 +426,11 @@ class Runtime:
             self._stack.close()
 
     # -- telling ------------------------------------------------------------------------------------------
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the other ranks that this one ends with an error: nobody waits for it then."""
+        if self.ranks is not None and not self.closed:
+            self.ranks.leave(f"its training ended: {type(error).__name__}: {error}")
 
     def check_open(self) -> None:
         """Raise PagingError when the model has been closed."""
@@ -377,7 +457,18 @@ class Runtime:
             used = self.disk.used if self.disk is not None else 0
             tiers["disk"] = {"budget": self.budgets["disk"], "in_use": used, "peak": used}
             cursor = self.steps.training.cursor
+            ranks: dict[str, Any] = {}
+            if self.ranks is not None:
+                ranks = {
+                    "rank": self.partition.rank,
+                    "world": self.partition.world,
+                    "stage": self.partition.stage,
+                    "nbytes_sent": dict(self.ranks.exchange.nbytes_sent),
+                    "nbytes_received": dict(self.ranks.exchange.nbytes_received),
+                    "seconds": {what: ns / 1e9 for what, ns in counters.collective_ns.items()},
+                }
             return {
+                "ranks": ranks,
                 "steps": self.steps.number,
                 "tiers": tiers,
                 "state_nbytes": sum(page.nbytes for page in self.table),
@@ -443,4 +534,25 @@ def ways_to_cut(net: nn.Module, patterns: Sequence[str], limit: int) -> Iterator
 def pages_of(group: Group) -> list[Page]:
     """All pages of a group."""
     pages = [group.parameter, *([group.gradient] if group.gradient else [])]
+    pages += [page.shard for page in pages if page.shard is not None]
     return pages + [page for part in group.parts for page in part.pages]
+
+
+def fingerprint(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What must be the same on all ranks, with its name, cheapest first."""
+    named = list(net.named_parameters())
+    yield "their parameters' names", [name for name, _ in named]
+    yield (
+        "their parameters' shapes, dtypes and requires_grad",
+        [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in named],
+    )
+    with torch.no_grad():
+        yield (
+            "their parameters' values, of which these are the sums (seed all ranks alike before building the model)",
+            {name: float(p.sum(dtype=torch.float64)) for name, p in named if type(p) is nn.Parameter},
+        )
+
+
+def local_ranks() -> int:
+    """How many ranks share this machine, as torchrun says; all of them where nobody says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

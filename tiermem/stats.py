@@ -42,3 +42,4 @@ class Counters:
     num_failed: int = 0
     num_relocations: int = 0
     stall_ns: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    collective_ns: dict[str, int] = field(default_factory=lambda: defaultdict(int))

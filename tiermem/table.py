@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tiermem.page import Kind, Page, State
+from tiermem.page import ALIGNMENT, Kind, Page, State
 from tiermem.slab import Slab
 
 
@@ -16,9 +16,18 @@ class PageTable:
     def __init__(self) -> None:
         self._pages: list[Page] = []
 
-    def add(self, unit: int, kind: Kind, dtype: torch.dtype, numel: int, *, sinks: bool) -> Page:
+    def add(
+        self,
+        unit: int,
+        kind: Kind,
+        dtype: torch.dtype,
+        numel: int,
+        *,
+        sinks: bool,
+        alignment: int = ALIGNMENT,
+    ) -> Page:
         """A new blank page of ``numel`` elements; ``sinks`` says whether it may go to the disk."""
-        page = Page(len(self._pages), unit, kind, dtype, numel, sinks)
+        page = Page(len(self._pages), unit, kind, dtype, numel, sinks, alignment)
         self._pages.append(page)
         return page
 
@@ -54,7 +63,9 @@ class PageTable:
             if state is State.DISK:
                 assert page.host is None, f"1: {page!r} has a frame"
                 assert page.device is None, f"1: {page!r} has a frame"
-                assert page.blank or page.extent is not None, f"1: {page!r} has no copy anywhere"
+                assert page.blank or page.extent is not None or page.gathered, (
+                    f"1: {page!r} has no copy anywhere"
+                )
                 assert not page.dirty, f"6: {page!r} was dropped dirty"
             elif state is State.DEVICE:
                 assert page.device is not None, f"1: {page!r} has no device frame"

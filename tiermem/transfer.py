@@ -4,19 +4,28 @@ Note: landing. A transfer is submitted (frame reserved, state a journey), moves 
 looks: in ``poll``, or because somebody waits. Only landing changes the page's place. A failed transfer lands too: the
 page is back where it came from, its source being untouched, and the error is kept for the next one who needs the page
 (of a writeback: for whoever comes next, since nobody needs a page that leaves).
+
+Note: ranks. Where several of them share a model, they are what a sharded parameter page is read from, and what a
+gradient page is written to: both are journeys like those to and from the disk, but for what is at their other end. The
+threads that carry them out never take the pager's lock. What they read of this rank's slices they read under ``shelf``,
+under which a slice's frame is given up or moved; its content doesn't change while other ranks may ask for it.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import perf_counter_ns as now
+
+import torch
 
 from tiermem.aio import Queue
 from tiermem.device import Copy, Device
 from tiermem.disk import Disk
-from tiermem.errors import PagingError, TransferError
-from tiermem.page import Frame, Page, State
+from tiermem.errors import PagingError, RanksError, TransferError
+from tiermem.page import Frame, Kind, Page, State
+from tiermem.ranks import Ranks, Request
 from tiermem.stats import Counters, Link
 from tiermem.tier import Tier
 from tiermem.trace import AnyTrace, Event, NullTrace, Phase, Reason
@@ -31,14 +40,26 @@ ARROW = {
 
 
 class Transfer:
-    """One copy in flight: how to ask for its end, when it began, and why."""
+    """One copy in flight: how to ask for its end, when it began, and why; ``request``: of the ranks, if it is theirs.
 
-    __slots__ = ("done", "reason", "start", "wait")
+    ``ended`` is called when it has landed, and told whether the ranks have returned it.
+    """
 
-    def __init__(self, done: Callable[[], bool], wait: Callable[[], None], reason: Reason) -> None:
+    __slots__ = ("done", "ended", "reason", "request", "start", "wait")
+
+    def __init__(
+        self,
+        done: Callable[[], bool],
+        wait: Callable[[], None],
+        reason: Reason,
+        request: Request | None = None,
+        ended: Callable[[bool], None] | None = None,
+    ) -> None:
         self.done = done
         self.wait = wait
         self.reason = reason
+        self.request = request
+        self.ended = ended
         self.start = now()
 
 
@@ -69,7 +90,10 @@ class Transfers:
         self._queue = queue
         self._copier = copier
         self._flying: dict[int, Page] = {}  # page number -> page on a journey
-        self._error: TransferError | None = None  # of a writeback
+        self._error: TransferError | RanksError | None = None  # of a writeback
+        self.ranks: Ranks | None = None
+        self.shelf = threading.Lock()
+        self._shards: Mapping[int, Page] = {}  # key -> this rank's slice of a parameter page
         self._links: dict[State, Link] = {
             State.READING: self.counters.disk_to_host,
             State.WRITING: self.counters.host_to_disk,
@@ -105,6 +129,22 @@ class Transfers:
         while self._flying:
             self.wait(self.oldest)
 
+    def abandon(self) -> None:
+        """At the end: wait for what the disk and the device have to do, and for the ranks only if they can go on."""
+        while self._flying:
+            page = self.oldest
+            try:
+                self.wait(page)
+            except RanksError:
+                del self._flying[
+                    page.number
+                ]  # its frame goes with the slab, and with the thread that fills it
+
+    def land_gathers(self) -> None:
+        """Wait for every page that is on its way from the ranks. Errors stay with their pages."""
+        for page in [page for page in self._flying.values() if page.gathered]:
+            self.wait(page)
+
     def raise_error(self, page: Page | None = None) -> None:
         """Raise the error of a transfer of ``page`` that nobody waited for; without a page, that of a writeback."""
         if page is None:
@@ -117,30 +157,47 @@ class Transfers:
     def wait(self, page: Page) -> None:
         """Block until the page's transfer has ended, and land it."""
         transfer = _transfer(page)
-        error: TransferError | None = None
+        request = transfer.request
+        error: TransferError | RanksError | None = None
         try:
             transfer.wait()
         except OSError as failure:
             error = self._failed(page, failure)
+        except RanksError as failure:
+            if request is None or not request.done():
+                raise  # bytes may still come: the page stays on its journey
+            error = failure
         journey = page.state
         page.transfer = None
         del self._flying[page.number]
         source, target = ARROW[journey]
+        if request is not None:
+            source, target = (At.NONE, At.HOST) if journey is State.READING else (At.HOST, At.NONE)
         if error is None:
-            self._links[journey].nbytes[page.kind] += page.nbytes
+            if request is None:
+                self._links[journey].nbytes[page.kind] += page.nbytes
+            elif not request.returned:
+                what = Reason.GATHER if journey is State.READING else Reason.REDUCE
+                self.collective(page, what, request)
             event = Event.LANDED if journey in (State.READING, State.LOADING) else Event.WRITEBACK
             reason = transfer.reason
         else:
             self.counters.num_failed += 1
             event = Event.FAILED
-            reason = Reason.NO_SPACE if error.errno == errno.ENOSPC else Reason.IO_ERROR
+            reason = Reason.NO_SPACE if getattr(error, "errno", 0) == errno.ENOSPC else Reason.IO_ERROR
         self.record(event, page, source, target, reason, transfer.start, now() - transfer.start)
-        _LANDINGS[journey](self, page, error)
+        if request is not None and journey is State.WRITING:
+            self._land_given(page, transfer, error)
+        else:
+            _LANDINGS[journey](self, page, error)
 
     # -- submitting ---------------------------------------------------------------------------------------
 
     def read(self, page: Page, frame: Frame, reason: Reason) -> None:
         """DISK -> READING, into a frame that was reserved for the page."""
+        if page.gathered:
+            self._gather(page, frame, reason)
+            return
         assert self.disk is not None
         try:
             ticket = self.disk.read(page, self.host.address_of(frame))
@@ -149,6 +206,72 @@ class Transfers:
             raise
         page.host = frame
         self._depart(page, State.READING, self._on_disk(ticket, reason))
+
+    def ready(self, page: Page) -> bool:
+        """Can it be read now? Not in the optimizer's step, while slices of it are changed somewhere."""
+        return not page.gathered or (self.ranks is not None and not self.ranks.stepping)
+
+    def _gather(self, page: Page, frame: Frame, reason: Reason) -> None:
+        """As :meth:`read`, of what the ranks have: this one's slice goes into the frame first, then it is asked for."""
+        ranks, shard = self.ranks, page.shard
+        assert ranks is not None
+        assert shard is not None
+        whole = self.host.bytes_of(frame)
+        wait: Callable[[], None] | None = None
+        first = ranks.rank * shard.nbytes
+        if shard.host is not None and shard.state in (State.HOST, State.WRITING):
+            whole[first : first + shard.nbytes].copy_(self.host.bytes_of(shard.host))
+        else:
+            queue, disk = self._queue, self.disk
+            assert queue is not None
+            assert disk is not None
+            ticket = disk.read(shard, self.host.address_of(frame) + first)
+            self.counters.disk_to_host.nbytes[shard.kind] += shard.nbytes
+
+            def wait() -> None:
+                queue.wait(ticket)
+
+        request = ranks.gather(page.key, page.version, whole, wait)
+        page.host = frame
+        what = f"the use of unit {page.unit}"
+        self._depart(
+            page, State.READING, Transfer(request.done, lambda: ranks.wait(request, what), reason, request)
+        )
+
+    def give(self, page: Page, request: Request, ended: Callable[[bool], None]) -> None:
+        """HOST -> WRITING: a gradient page, to the ranks; its frame is released when they have added it up.
+
+        ``ended`` is called then, and told whether they returned it: it is here then as before.
+        """
+        ranks = self.ranks
+        assert ranks is not None
+        page.leaving = True
+        what = f"the reduction of the gradients of unit {page.unit}"
+        self._depart(
+            page,
+            State.WRITING,
+            Transfer(request.done, lambda: ranks.wait(request, what), Reason.REDUCE, request, ended),
+        )
+
+    def share(self, ranks: Ranks, shards: Mapping[int, Page]) -> None:
+        """From now on other ranks may ask for this one's ``shards``, by the keys of their pages."""
+        self.ranks = ranks
+        self._shards = shards
+        ranks.read = self._read_shard
+
+    def _read_shard(self, key: int, start: int, piece: torch.Tensor) -> None:
+        """Fill ``piece`` from this rank's slice of a page, wherever that is: for the ranks' thread."""
+        shard = self._shards[key]
+        with self.shelf:
+            if shard.host is not None and shard.state in (State.HOST, State.WRITING):
+                piece.copy_(self.host.bytes_of(shard.host)[start : start + piece.numel()])
+                return
+        assert self.disk is not None
+        assert self._queue is not None
+        assert shard.extent is not None
+        number, offset = shard.extent
+        file = self.disk.files[number]
+        self._queue.wait(self._queue.read(file, offset + start, piece.data_ptr(), piece.numel()))
 
     def write(self, page: Page, reason: Reason, *, leaving: bool = False) -> None:
         """HOST -> WRITING; ``leaving``: its frame is released when it has landed."""
@@ -204,7 +327,21 @@ class Transfers:
 
     # -- landing ------------------------------------------------------------------------------------------
 
-    def _land_reading(self, page: Page, error: TransferError | None) -> None:
+    def _land_given(self, page: Page, transfer: Transfer, error: TransferError | RanksError | None) -> None:
+        page.state = State.HOST
+        page.leaving = False
+        assert transfer.request is not None
+        assert transfer.ended is not None
+        returned = transfer.request.returned
+        transfer.ended(returned)
+        if error is not None:
+            self._error = error
+        elif not returned:
+            page.dirty = False
+            page.blank = True
+            self.drop(page, Reason.DISCARD)
+
+    def _land_reading(self, page: Page, error: TransferError | RanksError | None) -> None:
         if error is None:
             page.state = State.HOST
             page.dirty = False
@@ -217,7 +354,7 @@ class Transfers:
             assert frame is not None
             self._release(self.host, frame, page, Reason.IO_ERROR)
 
-    def _land_writing(self, page: Page, error: TransferError | None) -> None:
+    def _land_writing(self, page: Page, error: TransferError | RanksError | None) -> None:
         page.state = State.HOST
         leaving, page.leaving = page.leaving, False
         if error is not None:
@@ -227,7 +364,7 @@ class Transfers:
         if leaving:
             self.drop(page, Reason.NONE, traced=False)
 
-    def _land_loading(self, page: Page, error: TransferError | None) -> None:
+    def _land_loading(self, page: Page, error: TransferError | RanksError | None) -> None:
         assert self.device is not None
         if error is None:
             page.state = State.DEVICE
@@ -239,7 +376,7 @@ class Transfers:
         assert frame is not None
         self._release(self.device, frame, page, Reason.IO_ERROR)
 
-    def _land_storing(self, page: Page, error: TransferError | None) -> None:
+    def _land_storing(self, page: Page, error: TransferError | RanksError | None) -> None:
         page.state = State.DEVICE
         if error is not None:
             page.error = error
@@ -294,6 +431,9 @@ class Transfers:
         page.dirty = False
         if traced:
             self.record(Event.EVICT, page, At.HOST, At.NONE if page.blank else At.DISK, reason)
+        if page.kind is Kind.PARAMETER_SHARD:
+            with self.shelf:
+                page.host = None
         page.host = None
         if page.state is not State.DEVICE:
             self._unbind(page)
@@ -334,6 +474,12 @@ class Transfers:
         if cause is Reason.PREFETCHED_LATE:
             self.counters.num_prefetches_late += 1
         self.record(Event.STALL, page, *link, cause, start, duration, unit)
+
+    def collective(self, page: Page, what: Reason, request: Request) -> None:
+        """Count and trace an exchange with the other ranks that has ended."""
+        duration = request.finished - request.began
+        self.counters.collective_ns[what.name.lower()] += duration
+        self.record(Event.COLLECTIVE, page, At.NONE, At.NONE, what, request.began, duration)
 
     def record(
         self,
@@ -379,7 +525,7 @@ def _of_copy(copy: Copy, reason: Reason) -> Transfer:
     return Transfer(copy.done, wait, reason)
 
 
-_LANDINGS: dict[State, Callable[[Transfers, Page, TransferError | None], None]] = {
+_LANDINGS: dict[State, Callable[[Transfers, Page, TransferError | RanksError | None], None]] = {
     State.READING: Transfers._land_reading,
     State.WRITING: Transfers._land_writing,
     State.LOADING: Transfers._land_loading,

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
-from tiermem.page import Frame, Kind, Page
+from tiermem.page import ALIGNMENT, Frame, Kind, Page
 from tiermem.pageable import admit, dense_stride, is_compute, nbytes_of, tensors_of
+from tiermem.partition import ALONE, Partition
 from tiermem.table import PageTable
 from tiermem.tier import Tier, aligned
 
@@ -55,7 +56,8 @@ class Group:
     """The tensors of one unit that have a page together: one dtype, all trainable or all frozen.
 
     The parameter page, the gradient page and the parts' pages give every element the same offset. ``landed`` says of
-    which fields a gradient has arrived since the last ``zero_grad``.
+    which fields a gradient has arrived since the last ``zero_grad``; ``held`` which of them are in the gradient page,
+    and not, reduced over the ranks, in its shard. ``first`` is the first element of this rank's slice.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Group:
         self.gradient = gradient
         self.parts: tuple[Part, ...] = ()
         self.landed = bytearray(len(fields))
+        self.held = self.landed
+        self.first = 0
         self.norms = (
             torch.zeros(len(fields), dtype=parameter.dtype) if gradient else torch.empty(0)
         )  # of gradients
@@ -104,6 +108,21 @@ class Group:
     def dtype(self) -> torch.dtype:
         """Of the parameters, and of their gradients."""
         return self.parameter.dtype
+
+    @property
+    def updated(self) -> Page:
+        """The page that the optimizer updates: all parameters of the group, or this rank's slice of them."""
+        return self.parameter.shard or self.parameter
+
+    @property
+    def summed(self) -> Page:
+        """The page that the optimizer reads gradients from: all of them, or this rank's slice."""
+        assert self.gradient is not None
+        return self.gradient.shard or self.gradient
+
+    def first_of(self, page: Page) -> int:
+        """The element of the group that a parameter or gradient page of it, or a shard of one, begins with."""
+        return self.first if page.kind in (Kind.PARAMETER_SHARD, Kind.GRADIENT_SHARD) else 0
 
     def bind(self, tier: Tier, frame: Frame) -> None:
         """Make the parameters views into ``frame``, which holds their page."""
@@ -229,13 +248,14 @@ def build_units(
     part_numel: int,
     sinks: dict[Kind, bool],
     meta: bool = False,
+    partition: Partition = ALONE,
 ) -> list[Unit]:
     """The units of ``net`` with their groups, and their pages in ``table``; nothing is moved yet.
 
     ``dtype``: the compute dtype of floating-point parameters (None: their own; those of 8 bits keep theirs);
     ``device``: where they compute.
     ``part_numel``: the most elements of one page of optimizer state. ``sinks``: which kinds may go to the disk.
-    ``meta``: parameters may be without data, for who only plans.
+    ``meta``: parameters may be without data, for who only plans. ``partition``: this rank's share.
     """
     units = [Unit(0, "(resident)", net)]
     units += [Unit(number, name, module) for number, (name, module) in enumerate(modules.items(), 1)]
@@ -251,15 +271,23 @@ def build_units(
                 names[id(parameter)] = f"{path}.{key}" if path else key
                 members[unit.number].append(parameter)
     home: dict[int, Group] = {}
+    number = 0
     for unit in units:
         batches: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
         for parameter in members[unit.number]:
             of = dtype if dtype is not None and is_compute(parameter.dtype) else parameter.dtype
             batches.setdefault((of, parameter.requires_grad), []).append(parameter)
         for (of, trainable), parameters in batches.items():
-            group = _group(unit, parameters, names, of, trainable, device, table, part_numel, sinks)
+            group = _group(
+                unit, parameters, names, of, trainable, device, table, part_numel, sinks, partition
+            )
             unit.groups.append(group)
             home.update((id(parameter), group) for parameter in parameters)
+            # Numbers of pages differ from rank to rank, where slices have other numbers of parts.
+            group.parameter.key = number
+            if group.gradient is not None:
+                group.gradient.key = number
+            number += 1
     for unit in units:
         uses = dict.fromkeys(unit.groups)
         if not unit.resident:
@@ -304,6 +332,7 @@ def _group(
     table: PageTable,
     part_numel: int,
     sinks: dict[Kind, bool],
+    partition: Partition,
 ) -> Group:
     fields = []
     offset = 0
@@ -314,21 +343,36 @@ def _group(
         fields.append(Field(names[id(parameter)], parameter, offset, numel, size, stride))
         offset += aligned(numel, dtype)
 
-    def page(kind: Kind, of: torch.dtype, numel: int) -> Page:
-        return table.add(unit.number, kind, of, numel, sinks=sinks[kind])
+    def page(kind: Kind, of: torch.dtype, numel: int, alignment: int = ALIGNMENT) -> Page:
+        return table.add(unit.number, kind, of, numel, sinks=sinks[kind], alignment=alignment)
 
-    gradient = page(Kind.GRADIENT, dtype, offset) if trainable else None
-    group = Group(unit.number, fields, offset, page(Kind.PARAMETER, dtype, offset), gradient, device)
+    def sliced(kind: Kind, shard: Kind | None) -> Page:
+        whole = page(kind, dtype, offset, partition.alignment)
+        if shard is not None:
+            whole.shard = page(shard, dtype, partition.slice_numel(offset, dtype))
+        return whole
+
+    gradient = None
+    if trainable:
+        gradient = sliced(Kind.GRADIENT, Kind.GRADIENT_SHARD if partition.shards_gradients else None)
+    values = sliced(Kind.PARAMETER, Kind.PARAMETER_SHARD if partition.shards_parameters else None)
+    if values.gathered:
+        values.sinks = True  # it is dropped, whatever becomes of its shard
+    group = Group(unit.number, fields, offset, values, gradient, device)
     group.parameter.users.append(group)
+    if partition.shards_gradients:
+        group.held = bytearray(len(fields))
     if gradient is not None:
         ends = [(field.offset + field.numel) * dtype.itemsize for field in fields]
         starts = [field.offset * dtype.itemsize for field in fields[1:]] + [gradient.nbytes]
         gradient.gaps = tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
-    if trainable:
+    group.first, last = partition.own(offset, dtype)
+    if trainable and group.first < last:
         # Parts of equal size, so that the frames of one are as good for another's pages.
-        count = -(-offset // part_numel)
-        size_of = aligned(-(-offset // count), torch.uint8)
-        edges = [*range(0, offset, size_of), offset]
+        numel = last - group.first
+        count = -(-numel // part_numel)
+        size_of = aligned(-(-numel // count), torch.uint8)
+        edges = [*range(group.first, last, size_of), last]
         group.parts = tuple(
             Part(
                 start,

@@ -146,11 +146,15 @@ class Views:
         group.num_open -= 1
         if group.num_open:
             return
+        changed = False
         for index, field in enumerate(group.fields):
             version = field.parameter._version
             if version != group.versions[index]:
                 self._wrote(group, index, version)
+                changed = True
             own(field.parameter, self.owner)
+        if changed:
+            self.pager.commit(group.parameter)
 
     def check_open(self) -> None:
         """Raise PagingError when the model has been closed."""
@@ -339,6 +343,8 @@ class Views:
             self.pager.fault(pages, Phase.FORWARD, groups[0].unit if groups else 0)
             for group in groups:
                 self.open(group)
+        if func == _GET_DATA and any(page.gathered for page in pages):
+            func = _Tensor.detach  # which shows what is written through it
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 versions = [tensor._version for tensor in tensors]
@@ -416,3 +422,4 @@ class Views:
             element = (offset - frame.offset) // group.dtype.itemsize
             index = max(i for i, field in enumerate(group.fields) if field.offset <= element)
             self._wrote(group, index, group.fields[index].parameter._version)
+            self.pager.commit(page)

@@ -73,6 +73,7 @@ class PagedUpdate:
         hooks = self.hooks
         with hooks.door:
             hooks.release_resident()
+        hooks.reduction.begin_step()
         if hooks.pager.transfers.disk is not None:
             # What autograd freed lies between what is kept, and would be kept too: a tenth of the peak and more.
             trim_memory()
@@ -84,6 +85,7 @@ class PagedUpdate:
                         self._update(unit, group, number, kernel, hypers)
                 number += len(group.parts)
         with hooks.door:
+            hooks.reduction.end_step()
             hooks.steps.end_step()
             hooks.pager.pump()  # what the next step wants first can be on its way before it begins
 
@@ -92,16 +94,15 @@ class PagedUpdate:
         if not runs:
             return
         hooks, pager = self.hooks, self.hooks.pager
-        gradient = group.gradient
-        assert gradient is not None
+        gradient, parameter = group.summed, group.updated
         whole = (
             group.dtype is not torch.float32
             and sum(len(run.fields) for run in runs) == len(group.fields)
             and not group.stale
             and not any(part.master.blank for part in group.parts if part.master is not None)
         )
-        shared = [gradient] if whole else [gradient, group.parameter]
-        pager.announce([group.parameter, *(page for part in group.parts for page in part.pages)])
+        shared = [gradient] if whole else [gradient, parameter]
+        pager.announce([parameter, *(page for part in group.parts for page in part.pages)])
         for run in runs:
             run.step += 1
         begun = False
@@ -122,12 +123,12 @@ class PagedUpdate:
                     access = Access(unit.number, Phase.OPTIMIZER, number + index)
                     expected = hooks.steps.access(
                         access,
-                        [page.number for page in (*part.pages, gradient, group.parameter)],
+                        [page.number for page in (*part.pages, gradient, parameter)],
                         [Effect.WRITES] * len(part.pages)
                         + [Effect.SPENDS if last else Effect.NONE]
                         + [Effect.WRITES | Effect.FRESH if whole and not begun else Effect.WRITES],
                     )
-                    overwrite = [group.parameter] if whole and not begun else []
+                    overwrite = [parameter] if whole and not begun else []
                     pager.fault(pages, Phase.OPTIMIZER, unit.number, overwrite=overwrite, expected=expected)
                     begun = True
                     pager.pump()
@@ -138,7 +139,7 @@ class PagedUpdate:
                         self._call(kernel, group, part, low, high, run, hypers[run.setting])
                     nbytes = sum(page.nbytes for page in part.pages) * 2
                     hooks.trace.record(
-                        Event.OPTIMIZER, start, now() - start, unit.number, group.parameter.number, nbytes,
+                        Event.OPTIMIZER, start, now() - start, unit.number, parameter.number, nbytes,
                         Tier.NONE, Tier.NONE, 0, Phase.OPTIMIZER,
                     )  # fmt: skip
                 finally:
@@ -150,23 +151,24 @@ class PagedUpdate:
                 with hooks.door:
                     pager.unpin([gradient])
                     if done or not whole:
-                        pager.unpin([group.parameter], dirty=True)
+                        pager.unpin([parameter], dirty=True)
                     else:
-                        pager.abandon(group.parameter)
-                    group.parameter.version += 1
+                        pager.abandon(parameter)
+                    parameter.version += 1
                     gradient.spent = done
         group.stale.clear()
+        hooks.reduction.updated(group)
 
     def _call(
         self, kernel: Kernel, group: Group, part: Part, low: int, high: int, run: Run, hyper: Hyper
     ) -> None:
         size = group.dtype.itemsize
         inside = (low - part.start) * 4
-        assert group.gradient is not None
+        parameter, gradient = group.updated, group.summed
         kernel.update(
-            parameter=self._address(group.parameter) + low * size,
+            parameter=self._address(parameter) + (low - group.first_of(parameter)) * size,
             parameter_dtype=group.dtype,
-            gradient=self._address(group.gradient) + low * size,
+            gradient=self._address(gradient) + (low - group.first_of(gradient)) * size,
             gradient_dtype=group.dtype,
             master=self._address(part.master) + inside if part.master is not None else 0,
             exp_avg=self._address(part.exp_avg) + inside,
@@ -212,8 +214,9 @@ class PagedUpdate:
         assert page.host is not None
         size = (high - low,)
         values = torch.empty(0)
-        if kind is Kind.MASTER and group.parameter.host is not None:
-            values = host.view(group.parameter.host, group.dtype, low, size, (1,))
+        if kind is Kind.MASTER and group.updated.host is not None:
+            start = low - group.first_of(group.updated)
+            values = host.view(group.updated.host, group.dtype, start, size, (1,))
         yield values, host.view(page.host, torch.float32, low - part.start, size, (1,))
 
     def _runs_of(self, group: Group) -> list[Run]:
@@ -281,6 +284,7 @@ class PagedUpdate:
             whole = torch.empty_strided(field.size, field.stride, dtype=torch.float32)
             with self.hooks.door.hold():
                 self._visit(group, index, kind, whole, lambda page, own: own.copy_(page), dirty=False)
+            self.hooks.reduction.complete(group, index, whole)
             state[name] = whole
         return state
 
@@ -334,7 +338,7 @@ class PagedUpdate:
             assert page is not None
             pager = self.hooks.pager
             blank_master = kind is Kind.MASTER and page.blank
-            pages = [page, group.parameter] if blank_master else [page]
+            pages = [page, group.updated] if blank_master else [page]
             with self.hooks.door:
                 pager.fault(pages, Phase.OPTIMIZER, group.unit)
             try:

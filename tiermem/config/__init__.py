@@ -22,6 +22,7 @@ from tiermem.config.sections import (
     PlacementSection,
     PolicySection,
     PrecisionSection,
+    RanksSection,
     Section,
     Tier,
     TraceSection,
@@ -43,6 +44,7 @@ __all__ = [
     "PlacementSection",
     "PolicySection",
     "PrecisionSection",
+    "RanksSection",
     "Size",
     "Source",
     "Tier",
@@ -64,6 +66,7 @@ class Config(Section):
     placement: PlacementSection = PlacementSection()
     policy: PolicySection = PolicySection()
     precision: PrecisionSection = PrecisionSection()
+    ranks: RanksSection = RanksSection()
     io: IOSection = IOSection()
     trace: TraceSection = TraceSection()
 

@@ -72,6 +72,10 @@ def _to_lookahead(read: object) -> object:
     return size
 
 
+def _to_seconds(read: object) -> object:
+    return float(read) if isinstance(read, int) and not isinstance(read, bool) else read
+
+
 TierOf = Annotated[Tier, BeforeValidator(_to_tier)]
 FilePath = Annotated[Path, BeforeValidator(_to_path)]
 Text = Annotated[str, Field(min_length=1)]
@@ -286,6 +290,41 @@ class PrecisionSection(Section):
             "own.",
             '"float32", "bfloat16" or "float16"',
             ["bfloat16"],
+        ),
+    ] = None
+
+
+class RanksSection(Section):
+    """How processes that train one model together share its state: `torchrun` starts them, `torch.distributed` finds
+    them, and each pages its own share. A process that is alone isn't concerned. Every rank reads the same file; a
+    percentage of what is free is shared by the ranks of a machine."""
+
+    stage: Annotated[
+        Literal[0, 1, 2, 3, "none"],
+        _key(
+            "What each rank keeps a slice of, instead of all: 0 nothing, 1 the optimizer's state, 2 the gradients as "
+            "well, 3 the parameters as well. With `none` every process is on its own.",
+            '0, 1, 2, 3 or "none"',
+            [3, 2, "none"],
+        ),
+    ] = 3
+    timeout: Annotated[
+        float,
+        BeforeValidator(_to_seconds),
+        Field(gt=0),
+        _key(
+            "How many seconds a rank waits for the others before all of them end with an error that says who waits "
+            "for what. Ranks that die, or wait for each other, are noticed at once.",
+            "a number of seconds above 0",
+            [600, 30.5],
+        ),
+    ] = 600.0
+    reduce: Annotated[
+        Literal["float32"] | None,
+        _key(
+            "The format that gradients are summed in over the ranks. Without it, their own.",
+            '"float32"',
+            ["float32"],
         ),
     ] = None
 

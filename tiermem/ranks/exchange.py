@@ -1,0 +1,190 @@
+"""The exchange: bytes from rank to rank, by point-to-point messages of a process group.
+
+Every rank sends its slice, or the slices of the others, straight from the frame and receives straight into it: no byte
+is copied on the way, and a rank sends (N - 1) / N of a page, as in a ring. Slices are added up in the order of the
+ranks, so that N ranks give the bits of one rank that accumulates their N batches one after the other; no ring or tree
+does. One thread calls, and posts ahead what needs no arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.aio import Buffer
+from tiermem.page import ALIGNMENT, padded
+
+PIECE_NBYTES = 1 << 20
+"""Bytes of a slice that are on their way to be added up at a time: what scratch memory is sized by."""
+_PIECES = 1 << 10  # of a slice, at most
+_TAGS = 1 << 31
+
+
+class Exchange:
+    """Moves slices between the ``world`` ranks of ``group``, whose tensors must be on the CPU.
+
+    ``largest`` is the size in bytes of the largest slice; ``float32`` has sums made in that.
+    """
+
+    def __init__(self, group: Any, rank: int, world: int, largest: int, float32: bool) -> None:
+        self.rank = rank
+        self.world = world
+        self._group = group
+        self._others = [other for other in range(world) if other != rank]
+        self._piece = piece_nbytes(largest)
+        self._float32 = float32
+        # Aligned, since slices are read into it from the disk.
+        self._scratch = torch.frombuffer(Buffer(scratch_nbytes(largest, world)).view, dtype=torch.uint8)
+        self.nbytes_sent: dict[str, int] = defaultdict(int)
+        self.nbytes_received: dict[str, int] = defaultdict(int)
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def _send(self, what: str, to: int, source: torch.Tensor, tag: int) -> Any:
+        self.nbytes_sent[what] += source.numel() * source.element_size()
+        return self._group.send([source], to, tag)
+
+    def _receive(self, what: str, of: int, target: torch.Tensor, tag: int) -> Any:
+        self.nbytes_received[what] += target.numel() * target.element_size()
+        return self._group.recv([target], of, tag)
+
+    def _scratch_of(self, index: int, nbytes: int) -> torch.Tensor:
+        return self._scratch[index * self._piece :][:nbytes]
+
+    # -- gather -------------------------------------------------------------------------------------------
+
+    def gather(self, page: torch.Tensor, ranks: Collection[int], tag: int) -> list[Any]:
+        """Begin to fill ``page`` (bytes, this rank's slice of which is there), and to send to the others of ``ranks``.
+
+        Returns what is to be waited for. Slices of ranks that don't want the page come in pieces.
+        """
+        size = page.numel() // self.world
+        works = []
+        for other in self._others:
+            target = page[other * size : (other + 1) * size]
+            if other in ranks:
+                works.append(self._receive("gather", other, target, _tagged(tag, 0)))
+            else:
+                works += [
+                    self._receive("gather", other, piece, _tagged(tag, index))
+                    for index, piece in enumerate(_pieces(target, self._piece))
+                ]
+        own = page[self.rank * size : (self.rank + 1) * size]
+        works += [
+            self._send("gather", other, own, _tagged(tag, 0)) for other in self._others if other in ranks
+        ]
+        return works
+
+    def serve(
+        self, read: Callable[[int, torch.Tensor], None], nbytes: int, ranks: Collection[int], tag: int
+    ) -> None:
+        """Send this rank's slice of a page that only ``ranks`` want, in pieces that ``read`` puts into memory.
+
+        ``read`` is given the first byte within the slice, and the memory to fill.
+        """
+        for index, start in enumerate(range(0, nbytes, self._piece)):
+            piece = self._scratch_of(0, min(self._piece, nbytes - start))
+            read(start, piece)
+            for work in [self._send("gather", other, piece, _tagged(tag, index)) for other in ranks]:
+                work.wait()
+
+    # -- reduce -------------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        page: torch.Tensor | None,
+        target: torch.Tensor,
+        fresh: bool,
+        givers: Sequence[bool],
+        tag: int,
+    ) -> None:
+        """Add the mean over the ranks of their pages' own slices to ``target``, or put it there if that is ``fresh``.
+
+        ``page`` is this rank's (None: it gives nothing), and of the gradient's dtype, as is ``target``; ``givers`` says
+        which ranks give one. ``target`` may be a slice of ``page``.
+        """
+        itemsize = target.element_size()
+        step = self._piece // itemsize
+        size = target.numel()
+        edges = [(start, min(start + step, size)) for start in range(0, size, step)]
+        sends: list[Any] = []
+        coming: dict[int, list[tuple[int, Any, torch.Tensor]]] = {}
+
+        def post(index: int) -> None:
+            start, stop = edges[index]
+            rows = []
+            for row, other in enumerate(self._others):
+                if givers[other]:
+                    place = self._scratch_of(index % 2 * len(self._others) + row, (stop - start) * itemsize)
+                    rows.append((other, self._receive("reduce", other, place, _tagged(tag, index)), place))
+            coming[index] = rows
+            if page is not None:
+                for other in self._others:
+                    piece = page[other * size + start : other * size + stop].view(torch.uint8)
+                    sends.append(self._send("reduce", other, piece, _tagged(tag, index)))
+
+        for index in range(min(1, len(edges))):
+            post(index)
+        for index, (start, stop) in enumerate(edges):
+            if index + 1 < len(edges):
+                post(index + 1)
+            terms: dict[int, torch.Tensor] = {}
+            if page is not None:
+                own = self.rank * size
+                terms[self.rank] = page[own + start : own + stop]
+            for other, work, place in coming.pop(index):
+                work.wait()
+                terms[other] = place.view(target.dtype)
+            self._add(target[start:stop], [terms[rank] for rank in sorted(terms)], fresh)
+        for work in sends:
+            work.wait()
+
+    def _add(self, target: torch.Tensor, terms: Sequence[torch.Tensor], fresh: bool) -> None:
+        """The mean of the ranks' ``terms``, one after the other, onto what ``target`` has."""
+        of = torch.float32 if self._float32 else target.dtype
+        factor = 1 / self.world
+        total = None if fresh else target.to(of)
+        for term in terms:
+            scaled = term.to(of) * factor
+            total = scaled if total is None else total + scaled
+        if total is None:
+            target.zero_()
+        else:
+            target.copy_(total)
+
+    # -- share --------------------------------------------------------------------------------------------
+
+    def share(self, whole: torch.Tensor, bounds: Sequence[tuple[int, int]], tag: int) -> None:
+        """Fill ``whole`` (one dimension): each rank has the elements within its ``bounds`` and sends them to all."""
+        start, stop = bounds[self.rank]
+        own = whole[start:stop].view(torch.uint8)
+        works = [
+            self._receive("share", other, whole[slice(*bounds[other])].view(torch.uint8), _tagged(tag, 0))
+            for other in self._others
+            if bounds[other][0] < bounds[other][1]
+        ]
+        if start < stop:
+            works += [self._send("share", other, own, _tagged(tag, 0)) for other in self._others]
+        for work in works:
+            work.wait()
+
+
+def piece_nbytes(largest: int) -> int:
+    """Bytes of a piece, where the largest slice has ``largest``."""
+    return max(min(PIECE_NBYTES, padded(largest)), padded(-(-largest // _PIECES)), ALIGNMENT)
+
+
+def scratch_nbytes(largest: int, world: int) -> int:
+    """Bytes of memory that an exchange needs for itself: two pieces from every other rank."""
+    return 2 * (world - 1) * piece_nbytes(largest)
+
+
+def _pieces(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return [tensor[start : start + size] for start in range(0, tensor.numel(), size)]
+
+
+def _tagged(tag: int, piece: int) -> int:
+    return (tag * _PIECES + piece) % _TAGS
