@@ -41,6 +41,10 @@ lookahead = "2GiB"
 units = ["blocks.*", "head"]
 [precision]
 parameters = "bfloat16"
+[ranks]
+stage = 2
+timeout = 30
+reduce = "float32"
 [io]
 engine = "threads"
 request = "256KiB"
@@ -84,6 +88,7 @@ def test_every_key_is_read_from_a_file(tmp_path: Path) -> None:
     assert config.policy.lookahead == Size(2 * 2**30)
     assert config.policy.units == ("blocks.*", "head")
     assert config.precision.parameters == "bfloat16"
+    assert (config.ranks.stage, config.ranks.timeout) == (2, 30.0)
     assert config.io.request == Size(2**18)
     assert config.trace.file == Path("run.trace")
     given = {f"{name}.{key}" for name in section_models() for key, _ in getattr(config, name).changed()}
