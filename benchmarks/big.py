@@ -1,13 +1,14 @@
 """Big: a model several times larger than memory is created, takes training steps, and keeps to its budget.
 
-    python benchmarks/big.py [--size 3B] [--budget 4GiB] [--tokens 32] [--steps 1] [--quick] [--path DIR]
-                             [--json FILE]
+    python benchmarks/big.py [--size 3B] [--budget 4GiB] [--tokens 32] [--steps 1]
+                             [--dtype float32] [--quick] [--path DIR] [--json FILE]
 
 A GPT is built under ``tiermem.deferred_init`` by its own initialisers, wrapped, and trained for ``--steps`` steps on
-one row of ``--tokens`` random tokens: bfloat16 parameters and gradients, float32 masters and moments, 16 bytes a
-parameter, nearly all of it on the disk. Printed are the seconds of each part, the first loss beside the logarithm of
-the vocabulary, what the process grew by over its interpreter (VmHWM), the pages' peak and budget, and the bytes on the
-disk. It is refused beforehand where the disk has no room for the state and a tenth more.
+one row of ``--tokens`` random tokens: bfloat16 parameters and gradients, float32 masters and moments (or, with
+``--dtype float32``, where the CPU can't multiply bfloat16, no masters); 16 bytes a parameter either way, nearly all of
+it on the disk. Printed are the seconds of each part, the first loss beside the logarithm of the vocabulary, what the
+process grew by over its interpreter (VmHWM), the pages' peak and budget, and the bytes on the disk. It is refused
+beforehand where the disk has no room for the state and a tenth more.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SIZES = {
     "3B": {"layers": 37, "width": 2560, "heads": 32},
 }
 VOCABULARY = 50257
-STATE = 16  # bytes a parameter: bfloat16 value and gradient, float32 master and two moments
+STATE = 16  # bytes a parameter: value, gradient, master where there is one, two moments
 
 
 def status(key: str) -> int:
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "device": {"kind": "cpu"},
         "host": {"budget": options.budget},
         "disk": {"paths": [folder]},
-        "precision": {"parameters": "bfloat16"},
+        "precision": {"parameters": options.dtype},
     }
     base = status("VmRSS")
     torch.manual_seed(0)
@@ -89,8 +90,8 @@ def run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         stats = model.stats()
         model.close(restore=False)
     return {
-        "size": options.size, "parameters": shape.num_parameters, "tokens": options.tokens, "seconds": seconds,
-        "losses": losses, "peak_built": peak_built, "peak": status("VmHWM") - base, "stats": stats,
+        "size": options.size, "dtype": options.dtype, "parameters": shape.num_parameters, "tokens": options.tokens,
+        "seconds": seconds, "losses": losses, "peak_built": peak_built, "peak": status("VmHWM") - base, "stats": stats,
     }  # fmt: skip
 
 
@@ -100,7 +101,8 @@ def report(found: dict[str, Any]) -> None:
     stats, tiers = found["stats"], found["stats"]["tiers"]
     print(f"{platform.machine()}, {os.cpu_count()} cores, {format_bytes(memory)} of memory")
     rows = [
-        ("parameters", f"{found['parameters'] / 1e9:.2f}e9, of 16 bytes each: {format_bytes(stats['state_nbytes'])}"),
+        (f"parameters in {found['dtype']}", f"{found['parameters'] / 1e9:.2f}e9"),
+        ("their state, 16 bytes each", format_bytes(stats["state_nbytes"])),
         ("process grew while it was built", format_bytes(found["peak_built"])),
         ("process grew in all", format_bytes(found["peak"])),
         ("pages' peak and budget", f"{format_bytes(tiers['host']['peak'])} of {format_bytes(tiers['host']['budget'])}"),
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--budget", default="4GiB")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="124M parameters in 400 MiB: does it run?")
     parser.add_argument("--path", default=".", help="a folder on the disk to use")
     parser.add_argument("--json", metavar="FILE")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import tiermem
@@ -114,6 +115,51 @@ def test_a_folder_that_does_not_say_which_model(folder: Path, disk: Path) -> Non
         tiermem.from_pretrained(folder, policy(disk))
     with pytest.raises(WeightsError, match="holds no"):
         tiermem.from_pretrained(disk, policy(disk), build=GPT)
+
+
+def transformers_model(name: str) -> Any:
+    """A small model of transformers, its weights all drawn: initial ones are zeros and ones in part."""
+    size = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4}
+    make: dict[str, Any] = {
+        "gpt2": lambda t: t.GPT2LMHeadModel(
+            t.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        ),
+        "llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**size, **heads, num_key_value_heads=2)),
+        "mixtral": lambda t: t.MixtralForCausalLM(t.MixtralConfig(**size, **heads, num_local_experts=4)),
+        "t5": lambda t: t.T5ForConditionalGeneration(
+            t.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        ),
+        "vit": lambda t: t.ViTForImageClassification(
+            t.ViTConfig(
+                **{k: v for k, v in size.items() if k != "vocab_size"}, **heads, image_size=16, patch_size=4
+            )
+        ),
+    }
+    net = make[name](transformers)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_(std=0.02)
+    return net
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "vit"])
+def test_a_folder_of_transformers_is_the_model_that_was_saved(name: str, tmp_path: Path, disk: Path) -> None:
+    torch.manual_seed(0)
+    net = transformers_model(name)
+    net.save_pretrained(
+        tmp_path, max_shard_size="20KB"
+    )  # vit's and mixtral's under the names of older releases
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with tiermem.from_pretrained(tmp_path, policy(disk)) as model:
+        assert type(model.module) is type(net)
+        assert not model.training
+        assert not model.module.training
+        assert_same("state", net.state_dict(), model.state_dict())
+        if name == "llama":
+            tokens = torch.randint(0, 61, (1, 7))
+            settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(model.generate(tokens, **settings), net.eval().generate(tokens, **settings))
 
 
 SCRIPT = """

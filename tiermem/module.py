@@ -61,6 +61,7 @@ class TieredModule(nn.Module):
         try:
             runtime.open()
             self.module = module
+            self.training = module.training
             self._laps = Laps(runtime)
             self._saves = checkpoint.Saves(module, runtime)
             self._compiled: Compiled | None = None
