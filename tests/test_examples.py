@@ -19,6 +19,7 @@ EXAMPLES = ROOT / "examples"
         ("checkpoint", "the same losses from there on: True"),
         ("finetune", "step 10: loss"),
         ("inference", "the same as without paging: True"),
+        ("large", "the same as built and trained in memory: True"),
     ],
 )
 def test_example(name, words, disk):
@@ -41,4 +42,9 @@ def test_the_policy_is_accepted():
 
 
 def test_all_examples_are_tested():
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == ["checkpoint", "finetune", "inference"]
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == [
+        "checkpoint",
+        "finetune",
+        "inference",
+        "large",
+    ]
