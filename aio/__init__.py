@@ -5,6 +5,7 @@ short read is an error, never a success.
 """
 
 from tiermem.aio.buffer import HUGE_NBYTES, Buffer
+from tiermem.aio.checksum import Check, Checksums, checksum
 from tiermem.aio.faults import FaultyQueue
 from tiermem.aio.file import Alignment, File
 from tiermem.aio.queue import Queue, open_queue
@@ -14,10 +15,13 @@ __all__ = [
     "HUGE_NBYTES",
     "Alignment",
     "Buffer",
+    "Check",
+    "Checksums",
     "FaultyQueue",
     "File",
     "Queue",
     "Speed",
+    "checksum",
     "measure",
     "open_queue",
 ]

@@ -29,7 +29,7 @@ def test_here(run, tmp_path, monkeypatch):
     report = json.loads(result.stdout)
     assert report["path"] == str(tmp_path)
     findings = {finding["name"]: finding for finding in report["findings"]}
-    assert list(findings) == [*NAMES, "disk speed"]
+    assert list(findings) == [*NAMES, "disk speed", "runs"]
     assert all(finding["verdict"] in ("good", "slower") for finding in findings.values())
     assert findings["memory"]["figures"]["total"] >= findings["memory"]["figures"]["free"] > 0
     assert findings["disk speed"]["figures"]["read"] > 0

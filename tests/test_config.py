@@ -49,6 +49,11 @@ reduce = "float32"
 engine = "threads"
 request = "256KiB"
 depth = 8
+[durability]
+mode = "off"
+commits = 2
+[integrity]
+checksums = false
 [trace]
 file = "run.trace"
 """
@@ -82,6 +87,8 @@ def test_every_key_is_read_from_a_file(tmp_path: Path) -> None:
     assert config.host.pinned is False
     assert config.disk.paths == (Path("/nvme0/run"), Path("/nvme1/run"))
     assert config.disk.keep is True
+    assert (config.durability.every, config.durability.commits) == (None, 2)
+    assert config.integrity.checksums is False
     assert list(dict(config.placement).values()) == [
         Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.DISK, Size(2**18),
     ]  # fmt: skip
@@ -414,3 +421,19 @@ def test_every_documented_example_is_allowed() -> None:
             assert f"### {name}.{key}" in document()
             for example in field.examples or []:
                 Config.load({name: {key: example}})
+
+
+@pytest.mark.parametrize(
+    ("mode", "every"), [("off", None), ("step", 1), ("every:1", 1), ("every:250", 250), ("manual", 0)]
+)
+def test_how_many_steps_apart_commits_are(mode: str, every: int | None) -> None:
+    assert Config.load({"durability": {"mode": mode}}).durability.every == every
+
+
+@pytest.mark.parametrize("mode", ["every", "every:0", "every:-1", "every:1.5", "steps", True])
+def test_other_modes_are_refused(mode: object) -> None:
+    assert one_problem({"durability": {"mode": mode}}).startswith(f"durability.mode: read {toml_of(mode)}")
+
+
+def toml_of(value: object) -> str:
+    return "true" if value is True else f'"{value}"'

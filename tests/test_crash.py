@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tiermem
 from tiermem.device import StandInDevice
-from tiermem.disk import PREFIX, RunFolder
+from tiermem.folder import PREFIX, RunFolder
 from tiermem.trainer import AdamW
 
 ROOT = Path(__file__).parent.parent

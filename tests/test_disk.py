@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from tiermem.aio import Buffer, File, Queue, open_queue
-from tiermem.disk import KEPT, PAGES, PREFIX, Disk, RunFolder, reclaim
+from tiermem.disk import Disk
 from tiermem.errors import BudgetError, ConfigError
+from tiermem.folder import KEPT, PAGES, PREFIX, RunFolder, reclaim
 from tiermem.page import ALIGNMENT, Kind, Page
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +37,7 @@ def page(cells: int, number: int = 0, sinks: bool = True) -> Page:
 def another_run(parent: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has a run folder under ``parent`` with a page file in it, and lives until it is killed."""
     code = (
-        "import sys; from tiermem.disk import RunFolder; from tiermem.aio import File;"
+        "import sys; from tiermem.folder import RunFolder; from tiermem.aio import File;"
         "folder = RunFolder(sys.argv[1]); file = File(folder.path / 'pages.bin', 8192, create=True);"
         "print(folder.path.name, flush=True); sys.stdin.read()"
     )

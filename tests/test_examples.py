@@ -37,6 +37,23 @@ def test_example(name, words, disk):
     assert list(disk.iterdir()) == []
 
 
+def test_the_durable_one_goes_on(disk):
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    for steps, words in ((3, "0 steps are made\nstep 1: loss"), (5, "3 steps are made\nstep 4: loss")):
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / "durable.py"), "--steps", str(steps)],
+            cwd=disk,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        assert done.stdout.startswith(words)
+        assert f"step {steps}: loss" in done.stdout
+    assert [each.name for each in disk.iterdir()] == ["durable-run"]
+
+
 def test_the_policy_is_accepted():
     assert Config.load(EXAMPLES / "policy.toml").host.budget.nbytes == 512 << 20
 
@@ -44,6 +61,7 @@ def test_the_policy_is_accepted():
 def test_all_examples_are_tested():
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == [
         "checkpoint",
+        "durable",
         "finetune",
         "inference",
         "large",

@@ -291,6 +291,8 @@ def test_every_transfer_of_the_wrapping(case: dict[str, Any], faults: Faults, tm
         else:
             # Told at the first access after it.
             faults.disarm()
+            with run.runtime.door:
+                run.runtime.pager.transfers.drain()
             failures = run.model.stats()["failed_transfers"]
             assert failures == faults.num_injected - before
             if failures:

@@ -70,6 +70,14 @@ class Adoption:
             identity, deferral = self._deferred.popitem()
             deferral.forget(identity)
 
+    def resume(self) -> None:
+        """The pages are on the disk already: let go of the module's own memory, whose values nobody wants."""
+        for group in self._groups:
+            with self._door:
+                dtypes = [field.parameter.dtype for field in group.fields]
+                group.unbind()
+                self._own.append((group, dtypes))
+
     def undo(self) -> None:
         """Give the parameters back as they were, after a wrap that was broken off."""
         with self._door, torch.no_grad():

@@ -90,6 +90,7 @@ class Fit:
     units: list[Unit]
     host: Need
     device: Need | None
+    part_numel: int
 
 
 def fit(
@@ -114,7 +115,7 @@ def fit(
         for numel in dict.fromkeys((part_numel(host), MIN_PART_NUMEL)):
             table, units = build(modules, numel)
             needs = host_need(units, table, device is None), None if device is None else device_need(units)
-            found = Fit(table, units, *needs)
+            found = Fit(table, units, *needs, numel)
             if found.host.nbytes <= host and (found.device is None or found.device.nbytes <= (device or 0)):
                 return found
             tried.append(found)

@@ -1,153 +1,77 @@
-"""The disk tier: a locked folder per run, and page files in it.
+"""The disk tier: page files in run folders, and where in them each page is.
 
-Two runs on one path never touch each other, because each has a folder of its own and holds a lock on it for as
-long as it lives; a folder whose lock can be had belonged to a run that died, and is removed by the next run. Only
-files that tiermem itself makes are ever removed, in folders of this user, and links are not followed.
+A page that is part of commits has several slots, and is written to one that no kept commit names: what a commit named
+stays as it was until a later one is the truth. Every other page has one place, and is written over there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
-import secrets
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiermem.aio import File, Queue
-from tiermem.errors import BudgetError, ConfigError, format_bytes
+from tiermem.durable import DurableRun
+from tiermem.errors import BudgetError, format_bytes
+from tiermem.folder import INDEX, PAGES, DurableFolder, RunFolder, check_file
 from tiermem.page import Page
-
-PREFIX = "tiermem-run-"
-KEPT = "tiermem-kept-"
-PAGES = "pages.bin"
-INDEX = "pages.json"
-
-
-class RunFolder:
-    """A folder of this run's own under ``parent``, mode 0700, locked until :meth:`close`."""
-
-    def __init__(self, parent: str | os.PathLike[str], keep: bool = False) -> None:
-        self.parent = Path(parent)
-        self.keep = keep
-        self._owner = os.getpid()
-        try:
-            self.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.parent):
-                self.reclaimed = reclaim(self.parent, locked=True)
-                self.path = self.parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-                self.path.mkdir(mode=0o700)
-                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"disk.paths: {os.fspath(parent)!r} can't hold a run folder: {error.strerror}; "
-                "name a folder on a disk that you may write to"
-            ) from error
-
-    def close(self) -> None:
-        """Remove the folder and let go of the lock; idempotent. One that is kept gets a name that no run reclaims.
-
-        In a child of a fork only the child's descriptor is closed: the folder is its parent's.
-        """
-        if self._lock < 0:
-            return
-        lock, self._lock = self._lock, -1
-        try:
-            if self._owner == os.getpid():
-                if self.keep:
-                    kept = self.path.with_name(KEPT + self.path.name.removeprefix(PREFIX))
-                    with contextlib.suppress(FileNotFoundError):
-                        self.path = self.path.rename(kept)
-                else:
-                    _remove(self.path, lock)
-        finally:
-            os.close(lock)
-
-
-def reclaim(parent: Path, *, locked: bool = False) -> list[str]:
-    """Remove the folders of dead runs under ``parent``; returns their names.
-
-    A folder is a dead run's when it carries our prefix, is this user's, is no link, and nobody holds its lock.
-    """
-    removed = []
-    with contextlib.nullcontext() if locked else _locked(parent):
-        for entry in sorted(os.listdir(parent)):
-            path = parent / entry
-            if not entry.startswith(PREFIX):
-                continue
-            try:
-                info = os.lstat(path)
-                if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-                    continue
-                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except OSError:
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue  # alive
-            else:
-                if _remove(path, lock):
-                    removed.append(entry)
-            finally:
-                os.close(lock)
-    return removed
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's own lock: nobody else creates or reclaims run folders in it meanwhile."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _remove(path: Path, folder: int) -> bool:
-    """Remove a run folder and our files in it; False (and the folder stays) when there is anything else in it.
-
-    ``folder`` is its descriptor, so that a link put in its place is not followed.
-    """
-    try:
-        for name in (PAGES, INDEX):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
-        os.rmdir(path)
-    except OSError:
-        return False
-    return True
+from tiermem.record import BLANK, CHECKED, Commit
 
 
 class Disk:
     """Page files in one or more run folders, and the queue that moves bytes between them and host frames.
 
-    ``capacity`` in bytes is the tier's budget. Extents are given out once and never move; the files are
-    preallocated, so that a full disk is found out before training and not in the middle of it.
+    ``capacity`` in bytes is the tier's budget. Slots are given out once and never move; the files are preallocated, so
+    that a full disk is found out before training and not in the middle of it. With a ``run``, they are in its folders,
+    and stay there; ``paths`` are not used then. ``weights`` say how much of the pages each path is to get, as a share
+    of the weights' sum; without them, all get the same.
     """
 
-    def __init__(self, paths: Sequence[str], capacity: int, queue: Queue, keep: bool = False) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str],
+        capacity: int,
+        queue: Queue,
+        keep: bool = False,
+        *,
+        run: DurableRun | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self.capacity = capacity
         self.queue = queue
+        self.run = run
         self.used = 0
         self.whole = 0  # bytes that all pages of the model take together, for messages
-        self.folders: list[RunFolder] = []
+        self.folders: list[RunFolder | DurableFolder] = []
         self.files: list[File] = []
+        self.nbytes_read: list[int] = []  # of each file
+        self.nbytes_written: list[int] = []
+        self.grown = False  # has a page been given a slot since the run's description was written?
         self._ends: list[int] = []  # bytes given out in each file
         try:
-            for path in paths:
-                self.folders.append(RunFolder(path, keep))
-                self.files.append(File(self.folders[-1].path / PAGES, create=True))
-                self._ends.append(0)
+            if run is None:
+                for path in paths:
+                    self.folders.append(RunFolder(path, keep))
+                    self._open(self.folders[-1])
+            else:
+                for folder in run.folders:
+                    self.folders.append(folder)
+                    self._open(folder)
         except BaseException:
             self.close()
             raise
+        self.weights = list(weights or [1.0] * len(self.files))
+
+    def _open(self, folder: RunFolder | DurableFolder) -> None:
+        self.files.append(File(folder.path / PAGES, create=True))
+        check_file(self.files[-1].fd, folder.path / PAGES)
+        self._ends.append(0)
+        self.nbytes_read.append(0)
+        self.nbytes_written.append(0)
 
     @property
     def notes(self) -> list[str]:
@@ -169,73 +93,93 @@ class Disk:
         for folder, row in zip(self.folders, rows, strict=True):
             (folder.path / INDEX).write_text(json.dumps({"pages": row}, indent=1))
 
-    def provide(self, pages: Iterable[Page]) -> list[Page]:
-        """Give an extent to each page that may sink and has none; returns those, raises BudgetError if they don't fit.
+    # -- space --------------------------------------------------------------------------------------------
 
-        Pages go to the file with the fewest bytes, so that several paths are filled evenly.
+    def provide(self, pages: Iterable[Page]) -> list[Page]:
+        """Give slots to each page that goes to the disk and has none; returns those.
+
+        Raises BudgetError if they don't fit. A page goes to the file that has the least for its weight, of those whose
+        filesystems have room for it.
         """
-        new = [page for page in pages if page.sinks and page.extent is None]
-        nbytes = sum(page.nbytes for page in new)
-        if not new:
-            return new
+        new = [page for page in pages if (page.sinks or page.durable) and page.extent is None]
+        for page, slots in zip(new, self._cut([page.nbytes * page.num_slots for page in new]), strict=True):
+            number, offset = slots
+            page.slots = [(number, offset + slot * page.nbytes) for slot in range(page.num_slots)]
+            page.extent = page.slots[0]
+        return new
+
+    def _cut(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """New places of these sizes in bytes, preallocated; raises BudgetError if they don't fit."""
+        nbytes = sum(sizes)
         if self.used + nbytes > self.capacity:
             raise BudgetError(
                 nbytes,
                 self.capacity - self.used,
                 "disk",
                 max(self.used + nbytes, self.whole),
-                f"{len(new)} pages",
+                f"{len(sizes)} pages",
                 "raise disk.budget or name another of disk.paths",
             )
         ends = list(self._ends)
-        extents = []
-        for page in new:
-            number = ends.index(min(ends))
-            extents.append((number, ends[number]))
-            ends[number] += page.nbytes
-        for file, folder, old, end in zip(self.files, self.folders, self._ends, ends, strict=True):
-            space = os.statvfs(folder.path)
-            free = space.f_bavail * space.f_frsize
-            if end - old > free:
-                raise BudgetError(
-                    end - old,
-                    free,
-                    "disk",
-                    None,
-                    f"pages in {folder.parent}",
-                    f"the filesystem has {format_bytes(free)} free: "
-                    "make room or name another folder in disk.paths",
-                )
-            if end > old:
-                try:
-                    file.preallocate(end)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise
-                    raise BudgetError(
-                        end - old,
-                        free,
-                        "disk",
-                        None,
-                        f"pages in {folder.parent}",
-                        f"{error.strerror}: make room or name another folder in disk.paths",
-                    ) from error
+        rooms = [self._free(number) if sizes else 0 for number in range(len(self.files))]
+        places = []
+        for size in sizes:
+            roomy = [n for n in range(len(ends)) if ends[n] + size - self._ends[n] <= rooms[n]]
+            number = min(roomy or range(len(ends)), key=lambda n: ends[n] / self.weights[n])
+            places.append((number, ends[number]))
+            ends[number] += size
+        for number, end in enumerate(ends):
+            if end > self._ends[number]:
+                self._grow(number, end, rooms[number])
         self._ends = ends
         self.used += nbytes
-        for page, extent in zip(new, extents, strict=True):
-            page.extent = extent
-        return new
+        return places
+
+    def _free(self, number: int) -> int:
+        space = os.statvfs(self.folders[number].path)
+        return space.f_bavail * space.f_frsize
+
+    def _grow(self, number: int, end: int, free: int) -> None:
+        """Make a page file ``end`` bytes long; raises BudgetError when its filesystem has no room."""
+        asked, parent = end - self._ends[number], self.folders[number].parent
+        reason = f"the filesystem has {format_bytes(free)} free" if asked > free else ""
+        cause = None
+        if not reason:
+            try:
+                self.files[number].preallocate(end)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                reason, cause = str(error.strerror), error
+        if reason:
+            raise BudgetError(
+                asked,
+                free,
+                "disk",
+                None,
+                f"pages in {parent}",
+                f"{reason}: make room or name another folder in disk.paths",
+            ) from cause
+
+    # -- bytes --------------------------------------------------------------------------------------------
 
     def path_of(self, page: Page) -> str:
-        """The file that holds the page's extent, for messages."""
-        assert page.extent is not None
-        return str(self.files[page.extent[0]].path)
+        """The file that holds the page, or will when it has been written, for messages."""
+        return str(self.files[self.place_of(page)[0]].path)
+
+    def place_of(self, page: Page) -> tuple[int, int]:
+        """Which file, and the byte in it, a page is being written to or else is read from."""
+        place = page.target or page.extent
+        assert place is not None
+        return place
 
     def read(self, page: Page, address: int) -> int:
         """Begin to read a page into memory at ``address``; returns the queue's ticket."""
         assert page.extent is not None
         number, offset = page.extent
-        return self.queue.read(self.files[number], offset, address, page.nbytes)
+        ticket = self.queue.read(self.files[number], offset, address, page.nbytes)
+        self.nbytes_read[number] += page.nbytes
+        return ticket
 
     def read_span(self, page: Page, start: int, nbytes: int, address: int) -> int:
         """Begin to read ``nbytes`` of a page from its byte ``start`` on, both multiples of the alignment."""
@@ -244,16 +188,88 @@ class Disk:
         return self.queue.read(self.files[number], offset + start, address, nbytes)
 
     def write(self, page: Page, address: int) -> int:
-        """Begin to write a page from memory at ``address``; returns the queue's ticket."""
+        """Begin to write a page from memory at ``address``; returns the queue's ticket. :meth:`written` must follow.
+
+        Raises BudgetError when it needs another slot and there is no room for one.
+        """
+        number, offset = target = self._target(page)
+        ticket = self.queue.write(self.files[number], offset, address, page.nbytes)
+        page.target = target
+        self.nbytes_written[number] += page.nbytes
+        return ticket
+
+    def _target(self, page: Page) -> tuple[int, int]:
+        """Where to write a page: over what is there, unless a commit that is kept names that."""
         assert page.extent is not None
-        number, offset = page.extent
-        return self.queue.write(self.files[number], offset, address, page.nbytes)
+        held = [*page.committed, page.prepared]
+        if page.extent not in held:
+            return page.extent
+        free = next((slot for slot in page.slots if slot not in held), None)
+        if free is None:
+            # Of a page that wasn't expected to change: a frozen parameter that a user has written.
+            (free,) = self._cut([page.nbytes])
+            page.slots.append(free)
+            self.grown = True
+        return free
+
+    def written(self, page: Page, checksum: int | None, failed: bool = False) -> None:
+        """The write of a page has ended: from now on it is read from there, unless it failed."""
+        target, page.target = page.target, None
+        if not failed:
+            page.extent, page.checksum = target, checksum
+        elif target == page.extent:
+            page.checksum = None  # what is there now is neither
+
+    # -- commits ------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Return when all that was written would survive a loss of power. Raises OSError."""
+        for file in self.files:
+            file.sync()
+
+    def prepare(self, pages: Iterable[Page]) -> None:
+        """The next commit will name these pages as they are now on the disk."""
+        for page in pages:
+            page.prepared = None if page.blank else page.extent
+
+    def committed(self, pages: Iterable[Page], num_kept: int) -> None:
+        """It does, and ``num_kept`` commits are kept."""
+        for page in pages:
+            page.committed.append(page.prepared)
+            page.prepared = None
+            del page.committed[:-num_kept]
+
+    def adopt(self, pages: Sequence[Page], run: DurableRun) -> None:
+        """Take over where the pages of a resumed run are: as its last commit says. Raises OSError."""
+        newest = run.kept[-1]
+        for page in pages:
+            page.slots = list(run.slots[page.number])
+            for number, offset in page.slots:
+                self._ends[number] = max(self._ends[number], offset + page.nbytes)
+            if not page.slots or not (page.sinks or page.durable):
+                continue
+            page.committed = [_extent(commit, page.number) for commit in run.kept]
+            row = newest.rows[page.number]
+            page.blank = bool(row["what"] == BLANK)
+            page.extent = _extent(newest, page.number) or page.slots[0]
+            page.checksum = int(row["checksum"]) if row["what"] == CHECKED else None
+        self.used = sum(self._ends)
+        if self.used > self.capacity:
+            raise BudgetError(
+                self.used,
+                self.capacity,
+                "disk",
+                max(self.used, self.whole),
+                f"the resumed run in {run.path}",
+                "raise disk.budget",
+            )
 
     def close(self) -> None:
-        """Close the files, then remove the folders; idempotent. The queue is closed by whoever opened it."""
+        """Close the files, and remove folders that aren't a run's to keep; idempotent. The queue stays open."""
         with contextlib.ExitStack() as stack:
             for folder in self.folders:
-                stack.callback(folder.close)
+                if isinstance(folder, RunFolder):
+                    stack.callback(folder.close)
             for file in self.files:
                 stack.callback(file.close)
 
@@ -265,3 +281,8 @@ def free_nbytes(folder: Path) -> int:
         path = path.parent
     space = os.statvfs(path)
     return space.f_bavail * space.f_frsize
+
+
+def _extent(commit: Commit, number: int) -> tuple[int, int] | None:
+    row = commit.rows[number]
+    return None if row["what"] == BLANK else (int(row["file"]), int(row["offset"]))

@@ -5,6 +5,7 @@ RuntimeError), carries its numbers as attributes, and survives pickling, since a
 that raises it.
 """
 
+import errno
 import os
 
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -114,6 +115,31 @@ class TransferError(TiermemError, OSError):
     def __reduce__(self) -> tuple[object, ...]:
         # OSError would rebuild it from (errno, strerror, filename), which are not its arguments.
         arguments = (self.page, self.source, self.destination, self.path, self.errno or 0, self.detail)
+        return (type(self), arguments, self.__dict__)
+
+
+class IntegrityError(TransferError):
+    """A page on the disk isn't what was written there: a flipped bit, a lost write, a file that somebody changed.
+
+    `offset` is the byte of the file `path` that it begins at, `expected` and `found` are checksums (XXH3, 64 bits). The
+    page wasn't used. `advice` says what can be done about it.
+    """
+
+    def __init__(
+        self, page: str, path: str | None, offset: int, expected: int, found: int, advice: str = ""
+    ) -> None:
+        detail = (
+            f"the bytes at offset {offset:,} have checksum {found:016x}, and {expected:016x} was written: the disk, "
+            f"or somebody, has changed them. They were not used{advice}"
+        )
+        super().__init__(page, "disk", "host", path, errno.EIO, detail)
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[object, ...]:
+        arguments = (self.page, self.path, self.offset, self.expected, self.found, self.advice)
         return (type(self), arguments, self.__dict__)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tiermem.calls import Calls, Entry, Pass, Stack
+from tiermem.commits import Commits
 from tiermem.door import Door
 from tiermem.eager import eager
 from tiermem.errors import PagingError
@@ -57,6 +58,7 @@ class Hooks:
         self.steps = steps
         self.door = door
         self.trace = pager.transfers.trace
+        self.commits: Commits | None = None  # where the run is durable
         self.home: dict[int, tuple[Group, int]] = {}
         for unit in units:
             for group in unit.groups:
@@ -164,6 +166,8 @@ class Hooks:
     def _before_pass(self, module: nn.Module, args: Any) -> None:
         self.views.check_transforms()
         training, caller = torch.is_grad_enabled(), _caller()
+        if training and self.commits is not None and not self._calls.mine.passes:
+            self.commits.begin_forward()
         while not self._begin_pass(training, caller):
             self._calls.wait()  # one thread's forward at a time: the budget is for one, and so is the schedule
 

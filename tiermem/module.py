@@ -25,6 +25,7 @@ from tiermem.device import Device
 from tiermem.eager import eager
 from tiermem.errors import ConfigError, PagingError
 from tiermem.planner.explanation import Explanation, Laps, explain
+from tiermem.resume import Resume
 from tiermem.runtime import Runtime
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -39,17 +40,26 @@ class TieredModule(nn.Module):
         device: a device to use instead of the one that ``device.kind`` names (for tests).
         group: the processes that train this model together, each with a slice of its state: a process group, a
             DeviceMesh of one dimension, or None for all of torch.distributed, if that is initialised.
+        resume: with ``[durability]``, the run to go on from: ``"auto"`` takes the newest in ``disk.paths`` that is of
+            this module, or begins a new one where there is none; a path takes the run in that folder; None begins one.
 
     Names of parameters, buffers and state are the wrapped module's, and what this class doesn't have is looked up there
     (``model.generate``, ``model.config``). Use it like the module itself; :meth:`close` it at the end, or use ``with``.
 
     Raises:
-        ConfigError: the configuration is refused, or the module has parameters that can't be paged.
+        ConfigError: the configuration is refused, or the module has parameters that can't be paged, or the run to
+            resume is in use, damaged, or of another module, in which case the message has all the differences.
         BudgetError: a budget is smaller than the smallest workable one, which the message names.
     """
 
     def __init__(
-        self, module: nn.Module, config: Source = None, *, device: Device | None = None, group: Any = None
+        self,
+        module: nn.Module,
+        config: Source = None,
+        *,
+        device: Device | None = None,
+        group: Any = None,
+        resume: Resume = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule | TieredModule):
@@ -57,7 +67,7 @@ class TieredModule(nn.Module):
                 f"a {type(module).__name__} can't be paged: only a plain torch.nn.Module can (close a TieredModule to "
                 "wrap its module again)"
             )
-        self._runtime = runtime = Runtime(module, Config.load(config), device, group)
+        self._runtime = runtime = Runtime(module, Config.load(config), device, group, resume)
         try:
             runtime.open()
             self.module = module
@@ -131,6 +141,54 @@ class TieredModule(nn.Module):
             yield
         finally:
             reduction.quiet = before
+
+    # -- durability ---------------------------------------------------------------------------------------
+
+    def register(self, name: str, each: Any, *, late: bool | None = None) -> None:
+        """Have commits include the state of an object that has ``state_dict`` and ``load_state_dict``.
+
+        If a commit was resumed that has a state of this ``name``, it is loaded now. ``late``: does the object change
+        between the optimizer's step and the next forward, and belongs to the step before? It is known of torch's
+        learning rate schedulers and gradient scalers; anything else is taken to be up to date when ``optimizer.step()``
+        is called.
+        Without durability, nothing happens. Raises ConfigError or PagingError for what can't be registered.
+        """
+        self._runtime.check_open()
+        if self._runtime.commits is not None:
+            self._runtime.commits.register(name, each, late)
+
+    def unregister(self, name: str) -> None:
+        """Commit the object of this name no longer, or do without its state in a resumed commit."""
+        self._runtime.check_open()
+        if self._runtime.commits is not None:
+            self._runtime.commits.registered.remove(name)
+
+    def commit(self) -> None:
+        """Make the state durable as it is now: parameters, optimizer, buffers, generators, registered objects.
+
+        It survives the process's end and a loss of power when this returns. Raises PagingError without durability, and
+        between backward and the optimizer's step; TransferError when the disk fails.
+        """
+        self._runtime.check_open()
+        if self._runtime.commits is None:
+            raise PagingError('there is nothing to commit to: durability.mode is "off"')
+        self._runtime.commits.commit()
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of this run so far; with durability, those before a resume are counted too."""
+        runtime = self._runtime
+        return runtime.commits.step if runtime.commits is not None else runtime.steps.number
+
+    def restore_random(self) -> None:
+        """Put random number generators back to where the resumed commit has them, until the first training forward.
+
+        Wrapping, making the optimizer and :meth:`register` do it too, so that what is drawn before them doesn't count:
+        this is for a loop that draws after them, before it goes on, what it didn't draw there in the run before.
+        """
+        self._runtime.check_open()
+        if self._runtime.commits is not None:
+            self._runtime.commits.put_back()
 
     # -- what nn.Module shows -----------------------------------------------------------------------------
 

@@ -102,6 +102,9 @@ class Page:
     the first step, a gradient before backward): it is made of zeros when it is first needed, and never read. Of a
     gradient only the ``gaps`` between tensors are, since what lands overwrites the rest.
 
+    Of a ``durable`` page, the bytes that a kept commit names are never written over: it has several ``slots`` on the
+    disk, of which ``committed`` are named, the newest last, and a write goes to another one.
+
     Where several ranks share a model (see ``tiermem.partition``), ``key`` is the page's name between them, and the
     ``shard`` of a parameter or gradient page has this rank's slice of it. Parameters then have no other copy below:
     the ranks together are what they are read from.
@@ -109,10 +112,13 @@ class Page:
 
     __slots__ = (
         "blank",
+        "checksum",
+        "committed",
         "device",
         "device_dirty",
         "dirty",
         "dtype",
+        "durable",
         "error",
         "extent",
         "gaps",
@@ -122,14 +128,18 @@ class Page:
         "kind",
         "leaving",
         "nbytes",
+        "num_slots",
         "number",
         "pins",
         "prefetched",
+        "prepared",
         "renewed",
         "shard",
         "sinks",
+        "slots",
         "spent",
         "state",
+        "target",
         "transfer",
         "unit",
         "users",
@@ -157,6 +167,13 @@ class Page:
         self.host: Frame | None = None
         self.device: Frame | None = None
         self.extent: tuple[int, int] | None = None  # which page file, byte offset in it
+        self.checksum: int | None = None  # of the bytes there, where it is known
+        self.durable = False  # part of commits?
+        self.num_slots = 1  # extents that it is to have
+        self.slots: list[tuple[int, int]] = []  # those that it has
+        self.committed: list[tuple[int, int] | None] = []  # what the kept commits name; None: it was blank
+        self.prepared: tuple[int, int] | None = None  # what the next commit will name
+        self.target: tuple[int, int] | None = None  # where it is being written to
         # What of a new frame must be made zeros, in bytes; None: all of it. A gradient overwrites the rest anyway.
         self.gaps: tuple[tuple[int, int], ...] | None = None
         self.dirty = False
@@ -178,6 +195,11 @@ class Page:
     def gathered(self) -> bool:
         """Is it read from the ranks, each of which has a slice?"""
         return self.shard is not None and self.kind is Kind.PARAMETER
+
+    @property
+    def stuck(self) -> bool:
+        """May it not leave the host? Its content is there, and [placement] keeps it above the disk."""
+        return not (self.sinks or self.spent or self.blank)
 
     def __repr__(self) -> str:
         flags = "".join(

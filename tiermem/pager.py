@@ -321,12 +321,44 @@ class Pager:
         for page in self.table:
             if page.device_dirty:
                 self.room.store(page)
-            if page.dirty and not page.blank and page.sinks and not page.pins and not page.gathered:
+            wanted = page.dirty and not page.blank and not page.pins and not page.gathered
+            if wanted and (page.sinks or page.durable):
                 if page.state is State.DEVICE:
                     self.transfers.drop_device(page, Reason.CLOSE)
                 self.transfers.write(page, Reason.CLOSE)
         self.transfers.drain()
         self.transfers.raise_error()
+
+    def clean(self, pages: Iterable[Page]) -> None:
+        """Have the disk hold these pages as they are now; waits. What is resident stays, as far as it can.
+
+        Raises TransferError, and PagingError for a page that was written on the device and that a tensor looks into.
+        """
+        moves = self.transfers
+        pages = list(pages)
+        self.room.loans.collect()
+        for page in pages:
+            if page.blank or not (page.dirty or page.device_dirty):
+                continue
+            if page.state.journey and page.state is not State.WRITING:
+                moves.wait(page)
+                moves.raise_error(page)
+            if page.device_dirty:
+                if page.pins:
+                    raise _held_elsewhere(page)
+                self.room.store(page)
+            if not page.dirty or page.state is State.WRITING:
+                continue
+            if page.pins:
+                moves.write_pinned(page)
+                continue
+            if page.state is State.DEVICE:
+                moves.drop_device(page, Reason.CLOSE)
+            moves.write(page, Reason.CLEAN)
+        for page in pages:
+            if page.state is State.WRITING:
+                moves.wait(page)
+        moves.raise_error()
 
     # -- bringing pages in --------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class Room:
             page = self.table[number]
             if page.state.journey or self.stays(tier, page):
                 continue
-            if on_host and page.dirty and not page.spent and not page.sinks:
+            if on_host and page.stuck:
                 continue
             victim = page.host if on_host else page.device
             if victim is None or (but is not None and victim in but):
@@ -99,9 +99,7 @@ class Room:
                 self._wait(other)
             if getattr(other, tier.name) is not frame:
                 continue
-            if self.stays(tier, other) or (
-                tier is self.host and other.dirty and not other.spent and not other.sinks
-            ):
+            if self.stays(tier, other) or (tier is self.host and other.stuck):
                 return None
             self.evict(tier, other)
             if other.leaving:
@@ -166,7 +164,7 @@ class Room:
             page.leaving = True  # gone when it has landed
         if page.state.journey or self.stays(tier, page):
             return False
-        if tier is self.host and page.dirty and not (page.spent or page.sinks):
+        if tier is self.host and page.stuck:
             return False
         if place is not None and page.state is State.HOST and self._move(page, frame, place):
             return True
@@ -280,9 +278,7 @@ class Room:
 
     def _no_room(self, tier: Tier, page: Page) -> BudgetError:
         pinned = [frame for frame in tier.slab if self.stays(tier, frame.page)]
-        stuck = [
-            frame for frame in tier.slab if not frame.page.sinks and frame.page.dirty and frame not in pinned
-        ]
+        stuck = [frame for frame in tier.slab if frame.page.stuck and frame not in pinned]
         pinned_nbytes = sum(frame.nbytes for frame in pinned)
         stuck_nbytes = sum(frame.nbytes for frame in stuck)
         return BudgetError(

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from torch import nn
 from tiermem import budget
 from tiermem.activations import Activations
 from tiermem.adopt import Adoption
-from tiermem.aio import Buffer, Queue, open_queue
+from tiermem.aio import Buffer, Checksums, Queue, open_queue
 from tiermem.aio.memory import look
+from tiermem.commits import Commits
 from tiermem.config import Config, Size
 from tiermem.config import Tier as TierName
 from tiermem.device import Device, available_nbytes, open_device
 from tiermem.disk import Disk, free_nbytes
 from tiermem.door import Door
+from tiermem.durable import DurableRun
 from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
 from tiermem.limits import measure_limits
@@ -31,6 +34,7 @@ from tiermem.pager import Pager
 from tiermem.partition import ALONE, Partition
 from tiermem.policies import Ahead, eviction, prefetch
 from tiermem.ranks import Peers, Ranks, agree, find_peers, scratch_nbytes
+from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run, units_of
 from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
@@ -58,10 +62,19 @@ class Runtime:
     """Everything that one wrapped model owns, opened in order and closed in reverse."""
 
     def __init__(
-        self, net: nn.Module, config: Config, device: Device | None = None, group: Any = None
+        self,
+        net: nn.Module,
+        config: Config,
+        device: Device | None = None,
+        group: Any = None,
+        resume: Resume = None,
     ) -> None:
         self.config = config
         self.net = net
+        self.run: DurableRun | None = None
+        self.commits: Commits | None = None
+        self._resume = resume
+        self._ending = False
         self.closed = False
         self.queue: Queue | None = None
         self.notes: list[str] = []  # what is not as good as it could be, in words
@@ -98,6 +111,15 @@ class Runtime:
             raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
         self._meet_peers(net, stack)
+        if self.peers is not None and config.durability.every is not None:
+            raise ConfigError(
+                f"durability.mode: read {config.durability.mode!r} with {self.peers.world} ranks, whose steps would "
+                'have to be committed together; allowed there is "off" (model.save works), or ranks.stage = "none"'
+            )
+        self.run = open_run(net, config, dtype, self._resume)
+        if self.run is not None:
+            stack.callback(self.run.close)
+            self.notes.extend(self.run.notes)
         capacity, device_capacity = self._cut(net, dtype)
         total = sum(page.nbytes for page in self.table)
         note = budget.beyond(self.budgets["host"], min(capacity, total), look())
@@ -117,19 +139,30 @@ class Runtime:
         arena = self._arena(capacity, total)
         host = self._host("host", min(capacity - arena, total), stack)
         self.door = Door()
+        paging = total > host.slab.nbytes
         sinking = arena > 0 and config.placement.activations is TierName.DISK
-        self.disk = self._disk(stack) if total > host.slab.nbytes or sinking else None
-        disk = self.disk if total > host.slab.nbytes else None
+        self.disk = self._disk(stack) if paging or sinking or self.run is not None else None
+        disk = self.disk if paging or self.run is not None else None
+        if disk is None:
+            for page in self.table:
+                page.sinks = page.gathered
         self.limits: dict[str, float] = {}
         if config.trace.file is not None:
             whole = disk.whole if disk is not None else None
             self.limits = measure_limits(config, whole, host, device_tier, self.device)
         self.trace: AnyTrace = self._trace()
         stack.callback(self.trace.close)
-        transfers = Transfers(host, device_tier, disk, self.queue, self.device, self.trace)
+        checksums = None
+        if self.queue is not None and config.integrity.checksums:
+            with self.door.hold():
+                checksums = Checksums(self.queue)
+                stack.callback(checksums.close)
+        transfers = Transfers(
+            host, device_tier, disk, self.queue, self.device, self.trace, checksums=checksums
+        )
+        transfers.modules = [unit.name for unit in self.units]
         if disk is not None:
-            # What the first step needs at the latest, so that a full disk is found out now.
-            transfers.provide(page for page in self.table if page.kind in FIRST and page.shard is None)
+            self._provide(disk, transfers)
         stack.callback(transfers.abandon)
         self._connect(transfers, stack)
         try:
@@ -138,7 +171,7 @@ class Runtime:
             raise ConfigError(f"policy.eviction: {error}") from error
         named = {"plan": Reason.PLAN, "belady": Reason.BELADY, "lru": Reason.LRU}
         reason = named.get(config.policy.eviction, Reason.PLUGIN)
-        moving = disk is not None or not unified or self.partition.shards_parameters
+        moving = paging or not unified or self.partition.shards_parameters
         ahead = self._prefetch(host.slab.nbytes) if moving else None
         self.pager = Pager(
             self.table,
@@ -149,26 +182,32 @@ class Runtime:
         )
         stalls = transfers.counters.stall_ns
         self.steps = Steps(self.pager.follow, self.trace, lambda: sum(stalls.values()))
-        if disk is None:
-            for page in self.table:
-                page.sinks = page.gathered
         self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door, self.partition)
         if arena:
             tier = self._host("activations", arena, stack)
             moves = Transfers(
-                tier, None, self.disk, self.queue, self.device, NullTrace(), self.pager.counters
+                tier, None, self.disk, self.queue, self.device, NullTrace(), self.pager.counters, checksums
             )
             least = config.placement.activation_size.resolve(0)
             self.hooks.views.activations = Activations(tier, moves, self.device, self.door, least, sinking)
             stack.callback(self.hooks.views.activations.close)
         self.adoption = Adoption(self.units, self.pager, disk, self.device, self.door)
         stack.push(self._undo)
-        self.adoption.take()
+        if self.run is not None and self.run.kept:
+            self.adoption.resume()
+        else:
+            self.adoption.take()
         for module in net.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in self.hooks.home:
                     cast = dtype if dtype is not None and is_compute(buffer.dtype) else buffer.dtype
                     module._buffers[name] = buffer.to(device=self.device.torch_device, dtype=cast)
+        if self.run is not None:
+            assert disk is not None
+            every = config.durability.every or 0
+            self.commits = Commits(net, self.units, self.pager, disk, self.run, self.door, every)
+            self.hooks.commits = self.commits
+            self.commits.restore()
         given = []
         for unit in self.units:
             for group in unit.groups:
@@ -247,20 +286,29 @@ class Runtime:
                 )
         sinks = {kind: getattr(config.placement, name) is TierName.DISK for kind, name in PLACEMENT.items()}
         device = self.device.torch_device
+        resumed = self.run.layout if self.run is not None and self.run.kept else None
 
         def build(modules: dict[str, nn.Module], numel: int) -> tuple[PageTable, list[Unit]]:
             table = PageTable()
+            numel = numel if resumed is None else resumed["part_numel"]
             return table, build_units(
                 net, modules, table, dtype=dtype, device=device, part_numel=numel, sinks=sinks,
                 partition=self.partition,
             )  # fmt: skip
 
         best = min(capacity, capacity if device_capacity is None else device_capacity) // 6
-        cut = budget.fit(
-            ways_to_cut(net, config.policy.units, best), build, capacity, device_capacity, (overhead, buffers)
-        )
+        ways = ways_to_cut(net, config.policy.units, best) if resumed is None else units_of(net, resumed)
+        cut = budget.fit(ways, build, capacity, device_capacity, (overhead, buffers))
         self.table, self.units = cut.table, cut.units
         self.need = cut.host.nbytes
+        if self.run is not None:
+            self.layout = describe(
+                self.units, self.table, cut.part_numel if resumed is None else resumed["part_numel"]
+            )
+            for group, page in self._pages():
+                page.durable = page.kind is not Kind.GRADIENT
+                if page.durable and group.trainable:
+                    page.num_slots = 1 + self.run.num_kept
         self.smallest = {"host": cut.host.nbytes + overhead}
         if cut.device is not None:
             self.smallest["device"] = cut.device.nbytes + buffers
@@ -270,23 +318,34 @@ class Runtime:
         size: Size = self.config.disk.budget
         if size.nbytes is not None:
             return size.nbytes
-        free = 0
+        free = self.run.nbytes if self.run is not None else 0
         for folder in self.config.disk.folders:
             with contextlib.suppress(OSError):
                 free += free_nbytes(folder)
         return size.resolve(free // local)
 
     def _disk(self, stack: contextlib.ExitStack) -> Disk:
-        """The disk tier, for a model that doesn't fit the host."""
+        """The disk tier, for a model that doesn't fit the host, or a run that is durable."""
         io, paths = self.config.io, [str(path) for path in self.config.disk.folders]
         self.queue = stack.enter_context(open_queue(io.engine, io.request.resolve(0), io.depth))
-        disk = Disk(paths, self.budgets["disk"], self.queue, self.config.disk.keep)
+        disk = Disk(paths, self.budgets["disk"], self.queue, self.config.disk.keep, run=self.run)
         stack.callback(disk.close)
-        disk.whole = sum(page.nbytes for page in self.table if page.sinks)
+        disk.whole = sum(page.nbytes * page.num_slots for page in self.table if page.sinks or page.durable)
         if self.queue.engine != "libaio" and io.engine == "auto":
             self.notes.append(self.queue.note)
         self.notes.extend(disk.notes)
         return disk
+
+    def _provide(self, disk: Disk, transfers: Transfers) -> None:
+        """Give pages their places on the disk, so that a full one is found out now; or find those of a resumed run."""
+        if self.run is None:
+            # What the first step needs at the latest. State comes with the optimizer.
+            transfers.provide(page for page in self.table if page.kind in FIRST and page.shard is None)
+            return
+        transfers.damaged = partial(mark_damage, self.run)
+        adopt_pages(self.run, self.table, self.layout, disk)
+        transfers.provide(self.table)
+        self.run.describe(self.layout, [page.slots for page in self.table])
 
     def _arena(self, capacity: int, total: int) -> int:
         """Bytes of the host's budget that are kept for activations: none where they stay in the device's memory."""
@@ -404,6 +463,9 @@ class Runtime:
                 stacklevel=3,
             )
             restore = False
+        if self.commits is not None and not self._ending:
+            self._ending = True  # if this fails, the next call closes without
+            self.commits.close()
         with self.door:
             self.pager.follow(None)  # no next step is prepared any more
             if self.ranks is not None and self.ranks.failed:
@@ -496,6 +558,7 @@ class Runtime:
                 "stall_seconds_by_cause": {cause: ns / 1e9 for cause, ns in counters.stall_ns.items()},
                 "departures": self.steps.departures,
                 "recognised": self.steps.recognised,
+                "commits": self.commits.stats() if self.commits is not None else None,
                 "schedule_accesses": len(cursor.schedule) if cursor is not None else 0,
             }
 

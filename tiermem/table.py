@@ -80,4 +80,9 @@ class PageTable:
             assert not (page.pins and state.journey), f"3: {page!r} is pinned on a journey"
             assert page.pins >= 0, f"3: {page!r}"
             assert not page.leaving or state is State.WRITING, f"4: {page!r}"
-            assert page.sinks or page.extent is None, f"1: {page!r} may not be on the disk"
+            assert page.sinks or page.durable or page.extent is None, f"1: {page!r} may not be on the disk"
+            assert not page.durable or page.extent is None or page.extent in page.slots, (
+                f"1: {page!r} is in a slot of another"
+            )
+            held = [*page.committed, page.prepared]
+            assert page.target is None or page.target not in held, f"1: {page!r} overwrites a commit"

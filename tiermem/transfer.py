@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter_ns as now
 
 import torch
 
-from tiermem.aio import Queue
+from tiermem.aio import Check, Checksums, Queue, checksum
 from tiermem.device import Copy, Device
 from tiermem.disk import Disk
-from tiermem.errors import PagingError, RanksError, TransferError
+from tiermem.errors import IntegrityError, PagingError, RanksError, TransferError
 from tiermem.page import Frame, Kind, Page, State
 from tiermem.ranks import Ranks, Request
 from tiermem.stats import Counters, Link
@@ -42,10 +42,11 @@ ARROW = {
 class Transfer:
     """One copy in flight: how to ask for its end, when it began, and why; ``request``: of the ranks, if it is theirs.
 
-    ``ended`` is called when it has landed, and told whether the ranks have returned it.
+    ``ended`` is called when it has landed, and told whether the ranks have returned it. ``check`` has the checksum of
+    its bytes, where it is taken.
     """
 
-    __slots__ = ("done", "ended", "reason", "request", "start", "wait")
+    __slots__ = ("check", "done", "ended", "reason", "request", "start", "wait")
 
     def __init__(
         self,
@@ -54,12 +55,14 @@ class Transfer:
         reason: Reason,
         request: Request | None = None,
         ended: Callable[[bool], None] | None = None,
+        check: Check | None = None,
     ) -> None:
         self.done = done
         self.wait = wait
         self.reason = reason
         self.request = request
         self.ended = ended
+        self.check = check
         self.start = now()
 
 
@@ -79,6 +82,7 @@ class Transfers:
         copier: Device,
         trace: AnyTrace,
         counters: Counters | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
         self.host = host
         self.device = device
@@ -87,7 +91,11 @@ class Transfers:
         self.trace = trace
         self._tracing = not isinstance(trace, NullTrace)
         self.phase: int = Phase.NONE  # written into every record
+        self.modules: Sequence[str] = ()  # the units' names, for messages
+        # Told of a page whose bytes have changed and what their checksum is; says in words what can be done about it.
+        self.damaged: Callable[[Page, int], str] = lambda page, found: ""
         self._queue = queue
+        self._checksums = checksums
         self._copier = copier
         self._flying: dict[int, Page] = {}  # page number -> page on a journey
         self._error: TransferError | RanksError | None = None  # of a writeback
@@ -161,6 +169,8 @@ class Transfers:
         error: TransferError | RanksError | None = None
         try:
             transfer.wait()
+            if page.state is State.READING and transfer.check is not None:
+                error = self._verify(page, transfer.check.value)
         except OSError as failure:
             error = self._failed(page, failure)
         except RanksError as failure:
@@ -188,8 +198,13 @@ class Transfers:
         self.record(event, page, source, target, reason, transfer.start, now() - transfer.start)
         if request is not None and journey is State.WRITING:
             self._land_given(page, transfer, error)
-        else:
-            _LANDINGS[journey](self, page, error)
+            return
+        if journey is State.WRITING:
+            assert self.disk is not None
+            self.disk.written(
+                page, transfer.check.value if transfer.check else None, failed=error is not None
+            )
+        _LANDINGS[journey](self, page, error)
 
     # -- submitting ---------------------------------------------------------------------------------------
 
@@ -200,12 +215,13 @@ class Transfers:
             return
         assert self.disk is not None
         try:
-            ticket = self.disk.read(page, self.host.address_of(frame))
+            address = self.host.address_of(frame)
+            ticket = self.disk.read(page, address)
         except BaseException:
             self.host.slab.release(frame)
             raise
         page.host = frame
-        self._depart(page, State.READING, self._on_disk(ticket, reason))
+        self._depart(page, State.READING, self._on_disk(page, ticket, address, True, reason))
 
     def ready(self, page: Page) -> bool:
         """Can it be read now? Not in the optimizer's step, while slices of it are changed somewhere."""
@@ -283,9 +299,29 @@ class Transfers:
             self.provide([page])
         assert self.disk is not None
         assert page.host is not None
-        ticket = self.disk.write(page, self.host.address_of(page.host))
+        address = self.host.address_of(page.host)
+        ticket = self.disk.write(page, address)
         page.leaving = leaving
-        self._depart(page, State.WRITING, self._on_disk(ticket, reason))
+        self._depart(page, State.WRITING, self._on_disk(page, ticket, address, False, reason))
+
+    def write_pinned(self, page: Page) -> None:
+        """Write a page that somebody looks at: it stays in its place, and this waits. Raises TransferError."""
+        assert self.disk is not None
+        assert self._queue is not None
+        assert page.host is not None
+        address = self.host.address_of(page.host)
+        value = checksum(address, page.nbytes) if self._checksums is not None else None
+        ticket = self.disk.write(page, address)
+        try:
+            self._queue.wait(ticket)
+        except OSError as failure:
+            error = self._failed(page, failure, (At.HOST, At.DISK))
+            self.disk.written(page, None, failed=True)
+            self.counters.num_failed += 1
+            raise error from failure
+        self.disk.written(page, value)
+        page.dirty = False
+        self._links[State.WRITING].nbytes[page.kind] += page.nbytes
 
     def provide(self, pages: Iterable[Page]) -> None:
         """Give extents on the disk to pages that may sink and have none; raises BudgetError when they don't fit."""
@@ -315,9 +351,12 @@ class Transfers:
         self._unbind(page)
         self._depart(page, State.STORING, _of_copy(copy, Reason.STATE))
 
-    def _on_disk(self, ticket: int, reason: Reason) -> Transfer:
+    def _on_disk(self, page: Page, ticket: int, address: int, reading: bool, reason: Reason) -> Transfer:
         queue = self._queue
         assert queue is not None
+        if self._checksums is not None and not (reading and page.checksum is None):
+            check = self._checksums.begin(ticket, address, page.nbytes, reading)
+            return Transfer(check.done, check.wait, reason, check=check)
         return Transfer(lambda: queue.done(ticket), lambda: queue.wait(ticket), reason)
 
     def _depart(self, page: Page, journey: State, transfer: Transfer) -> None:
@@ -387,11 +426,11 @@ class Transfers:
         self.host.eviction.admitted(page.number)
         self.drop_device(page, Reason.STATE)
 
-    def _failed(self, page: Page, failure: OSError) -> TransferError:
-        source, target = ARROW[page.state]
+    def _failed(self, page: Page, failure: OSError, link: tuple[At, At] | None = None) -> TransferError:
+        source, target = link or ARROW[page.state]
         path = self.disk.path_of(page) if self.disk is not None and At.DISK in (source, target) else None
         error = TransferError(
-            f"the {page.kind.name.lower()} page of unit {page.unit} (page {page.number}, {page.nbytes} bytes)",
+            self._named(page),
             source.name.lower(),
             target.name.lower(),
             path,
@@ -400,6 +439,26 @@ class Transfers:
         )
         error.__cause__ = failure
         return error
+
+    def _verify(self, page: Page, found: int) -> TransferError | None:
+        """The error of a page whose bytes aren't those that were written; None when they are."""
+        if found == page.checksum:
+            return None
+        assert self.disk is not None
+        assert page.checksum is not None
+        offset = self.disk.place_of(page)[1]
+        try:
+            advice = self.damaged(page, found)
+        except OSError as failure:
+            advice = (
+                f"; it couldn't be noted for the next resume: {failure}"  # to say what is wrong comes first
+            )
+        path = self.disk.path_of(page)
+        return IntegrityError(self._named(page), path, offset, page.checksum, found, advice)
+
+    def _named(self, page: Page) -> str:
+        name = f", {self.modules[page.unit]}" if self.modules else ""
+        return f"the {page.kind.name.lower()} page of unit {page.unit}{name} (page {page.number}, {page.nbytes} bytes)"
 
     # -- frames -------------------------------------------------------------------------------------------
 

@@ -206,7 +206,7 @@ class Adam(Optimizer):
                 if owner.home[id(p)][0].trainable:
                     paged.setdefault(owner, []).append(p)
         for owner, parameters in paged.items():
-            update = self._paged.setdefault(owner, PagedUpdate(owner))
+            update = self._paged.setdefault(owner, PagedUpdate(owner, self))
             update.add(parameters, number)
             for p in parameters:
                 if self.state.get(p):

@@ -12,18 +12,21 @@ again, which would update the first parts twice.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns as now
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from tiermem.hooks import Hooks
 from tiermem.page import Kind, Page
 from tiermem.policies import Access, Effect, Phase
 from tiermem.tier import trim_memory
 from tiermem.trace import Event, Tier
+from tiermem.trainer.committed import resume, state_of
 from tiermem.trainer.kernel import Hyper, Kernel
 from tiermem.unit import Group, Part, Unit
 
@@ -44,8 +47,9 @@ class Run:
 class PagedUpdate:
     """What one optimizer keeps of one wrapped model: which settings each field has, and how often it was updated."""
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, owner: Optimizer) -> None:
         self.hooks = hooks
+        self._owner = weakref.ref(owner)
         self.settings: dict[int, int] = {}  # id of a parameter -> its parameter group's number
         self.steps: dict[int, int] = {}  # id of a parameter -> updates it has had
         self._runs: dict[int, tuple[bytes, list[Run]]] = {}  # id of a Group -> (what had landed, its runs)
@@ -64,6 +68,8 @@ class PagedUpdate:
         if transfers.disk is not None:
             with self.hooks.door:
                 transfers.provide(page for group in groups for part in group.parts for page in part.pages)
+        if self.hooks.commits is not None:
+            self.hooks.commits.join(self)
 
     def step(self, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
         """Update every parameter that has a gradient; ``hypers`` are the parameter groups' settings.
@@ -71,6 +77,9 @@ class PagedUpdate:
         Raises TransferError, naming the page, when the disk fails; see the module about what is updated then.
         """
         hooks = self.hooks
+        commits = hooks.commits
+        if commits is not None:
+            commits.begin_update()
         with hooks.door:
             hooks.release_resident()
         hooks.reduction.begin_step()
@@ -88,6 +97,8 @@ class PagedUpdate:
             hooks.reduction.end_step()
             hooks.steps.end_step()
             hooks.pager.pump()  # what the next step wants first can be on its way before it begins
+        if commits is not None:
+            commits.end_update()
 
     def _update(self, unit: Unit, group: Group, number: int, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
         runs = self._runs_of(group)
@@ -145,6 +156,7 @@ class PagedUpdate:
                 finally:
                     with hooks.door:
                         pager.unpin(part.pages, dirty=True)
+                        self._send(part.pages)
             done = True
         finally:
             if begun:
@@ -156,8 +168,15 @@ class PagedUpdate:
                         pager.abandon(parameter)
                     parameter.version += 1
                     gradient.spent = done
+                    self._send([group.parameter])
         group.stale.clear()
         hooks.reduction.updated(group)
+
+    def _send(self, pages: Sequence[Page]) -> None:
+        """Begin to write pages that the commit of this step waits for; under the door."""
+        commits = self.hooks.commits
+        if commits is not None and commits.writing:
+            self.hooks.pager.writeback(pages)
 
     def _call(
         self, kernel: Kernel, group: Group, part: Part, low: int, high: int, run: Run, hyper: Hyper
@@ -262,6 +281,42 @@ class PagedUpdate:
         """Say how many updates the state in a parameter's pages has had."""
         self._settle_steps()
         self.steps[id(parameter)] = count
+
+    # -- state, as commits have it --------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> Optimizer | None:
+        """The optimizer; None when it is gone."""
+        return self._owner()
+
+    def pending(self) -> bool:
+        """Are there gradients of these parameters that have landed and weren't used?"""
+        return any(
+            group.landed[index] and id(field.parameter) in self.settings
+            for unit in self.hooks.units
+            for group in unit.groups
+            if group.gradient is not None and not group.gradient.spent
+            for index, field in enumerate(group.fields)
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Settings and counts, see :mod:`tiermem.trainer.committed`."""
+        self._settle_steps()
+        return state_of(self._owned(), self._names(), self.steps)
+
+    def resume(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over what :meth:`state` gave. Raises ConfigError when parameters are grouped otherwise."""
+        self._runs.clear()
+        resume(self._owned(), self._names(), self.steps, states)
+
+    def _names(self) -> dict[int, str]:
+        homes = {number: self.hooks.home[number] for number in self.settings}
+        return {number: group.fields[index].name for number, (group, index) in homes.items()}
+
+    def _owned(self) -> Optimizer:
+        owner = self._owner()
+        assert owner is not None
+        return owner
 
     # -- state, as state_dict has it ------------------------------------------------------------------------
 

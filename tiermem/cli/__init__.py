@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tiermem.cli import bench, checkpoint, demo, doctor, plan, simulate, trace, train
+from tiermem.cli import bench, checkpoint, demo, doctor, plan, simulate, trace, train, verify
 from tiermem.cli.errors import ErrorGroup
 
 app = typer.Typer(
@@ -52,6 +52,7 @@ def _register() -> None:
     app.command("bench")(bench.bench)
     app.command("plan")(plan.plan)
     app.command("doctor")(doctor.doctor)
+    app.command("verify")(verify.verify)
     app.command("simulate")(simulate.simulate)
 
 

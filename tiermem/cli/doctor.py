@@ -14,16 +14,21 @@ def doctor(
         typer.Option(help="A folder on the disk to look at; by default where pages go without [disk] paths."),
     ] = None,
     speed: Annotated[bool, typer.Option(help="Measure the disk, which takes seconds.")] = True,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove what runs that died left there.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Say what this machine offers, and what tiermem will do about it.
 
-    Leaves no file behind. Exits with 1 if there is something that tiermem can't do without.
+    Leaves no file behind. Exits with 1 if there is something that tiermem can't do without. Durable runs that
+    committed anything are listed and never removed.
     """
     from tiermem.cli.machine import Verdict, examine
+    from tiermem.cli.runs import clear_dead, run_folders
 
     folder = path if path is not None else _default_folder()
-    findings = list(examine(_checked(folder), speed))
+    folder = _checked(folder)
+    removed = clear_dead(folder) if clear else []
+    findings = [*examine(folder, speed), run_folders(folder, removed)]
     bad = any(finding.verdict is Verdict.BAD for finding in findings)
     if json:
         print_json({"path": str(folder), "findings": [finding.to_json() for finding in findings]})

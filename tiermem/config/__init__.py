@@ -17,7 +17,9 @@ from tiermem.config import refusals, toml
 from tiermem.config.sections import (
     DeviceSection,
     DiskSection,
+    DurabilitySection,
     HostSection,
+    IntegritySection,
     IOSection,
     PlacementSection,
     PolicySection,
@@ -39,8 +41,10 @@ __all__ = [
     "Config",
     "DeviceSection",
     "DiskSection",
+    "DurabilitySection",
     "HostSection",
     "IOSection",
+    "IntegritySection",
     "PlacementSection",
     "PolicySection",
     "PrecisionSection",
@@ -68,6 +72,8 @@ class Config(Section):
     precision: PrecisionSection = PrecisionSection()
     ranks: RanksSection = RanksSection()
     io: IOSection = IOSection()
+    durability: DurabilitySection = DurabilitySection()
+    integrity: IntegritySection = IntegritySection()
     trace: TraceSection = TraceSection()
 
     def __init__(self, /, **sections: Any) -> None:
@@ -127,6 +133,11 @@ class Config(Section):
                 f"policy.lookahead: read {toml.show(self.policy.lookahead)} with "
                 'policy.prefetch = "none", which looks nowhere; '
                 'allowed is no lookahead, or policy.prefetch = "lookahead"'
+            )
+        if self.disk.keep and self.durability.mode != "off":
+            yield (
+                f"disk.keep: read true with durability.mode = {toml.show(self.durability.mode)}, where page files "
+                "stay as it is; allowed is one of the two"
             )
         seen: dict[str, Path] = {}
         for path in self.disk.paths:

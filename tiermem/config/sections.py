@@ -357,6 +357,59 @@ class IOSection(Section):
     ] = 32
 
 
+class DurabilitySection(Section):
+    """What of a run survives a crash or a loss of power, to be taken up again with `resume`.
+
+    Page files of a durable run stay in a folder `tiermem-durable-...`, and hold a state that is whole at any moment:
+    see [durability.md](durability.md).
+    """
+
+    mode: Annotated[
+        str,
+        StringConstraints(pattern=r"^(off|step|every:[1-9][0-9]*|manual)$"),
+        _key(
+            "After which optimizer steps the state is committed, so that a killed run goes on from there. `step`: "
+            "after each; `every:N`: after each N-th; `manual`: whenever `model.commit()` is called. With `off`, pages "
+            "are written in place, which takes less space, and nothing survives.",
+            '"off", "step", "every:N" with N from 1 up, or "manual"',
+            ["step", "every:10"],
+        ),
+    ] = "off"
+    commits: Annotated[
+        int,
+        Field(ge=1, le=4),
+        _key(
+            "How many commits stay whole at a time. With 1, parameters and the optimizer's state take twice their size "
+            "on the disk; each more takes their size once more, and is there to go back to when pages of a later one "
+            "turn out to be damaged.",
+            "an integer from 1 to 4",
+            [2],
+        ),
+    ] = 1
+
+    @property
+    def every(self) -> int | None:
+        """How many steps apart commits are; 0 for those that are asked for, None without any."""
+        if self.mode == "off":
+            return None
+        name, _, number = self.mode.partition(":")
+        return {"step": 1, "manual": 0}.get(name) if not number else int(number)
+
+
+class IntegritySection(Section):
+    """Whether pages come back from the disk as they were written."""
+
+    checksums: Annotated[
+        bool,
+        _key(
+            "Whether a checksum (XXH3, 64 bits) of each page is taken when it is written, and compared when it is "
+            "read. What is damaged is then named and never used.",
+            "true or false",
+            [False],
+        ),
+    ] = True
+
+
 class TraceSection(Section):
     """The record of what was moved, when and why."""
 
