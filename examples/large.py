@@ -49,11 +49,10 @@ def main() -> None:
             model.close(restore=False)
     host, activations = stats["tiers"]["host"], stats["activations"]
     print(
-        f"training state {stats['state_nbytes'] >> 20} MiB, host peak {host['peak'] >> 10} KiB of {host['budget'] >> 10}"
+        f"training state {stats['state_nbytes'] >> 20} MiB, host budget {host['budget'] >> 20} MiB, peak {host['peak']}"
     )
-    print(
-        f"activations {activations['peak_saved'] >> 10} KiB, in memory {activations['peak_in_memory'] >> 10} KiB"
-    )
+    saved, in_memory = activations["peak_saved"], activations["peak_in_memory"]
+    print(f"activations {saved >> 10} KiB, of which at most {in_memory >> 10} KiB in memory")
     torch.manual_seed(0)
     print(f"losses {losses}, the same as built and trained in memory: {losses == train(GPT(SHAPE))}")
 
