@@ -17,6 +17,7 @@ EXAMPLES = ROOT / "examples"
     ("name", "words"),
     [
         ("checkpoint", "the same losses from there on: True"),
+        ("distributed", "rank 0 of 1: at most"),
         ("finetune", "step 10: loss"),
         ("inference", "the same as without paging: True"),
         ("large", "the same as built and trained in memory: True"),

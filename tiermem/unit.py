@@ -355,6 +355,9 @@ def _group(
     gradient = None
     if trainable:
         gradient = sliced(Kind.GRADIENT, Kind.GRADIENT_SHARD if partition.shards_gradients else None)
+        gradient.sinks |= (
+            partition.shards_gradients
+        )  # whole, it is on its way; what [placement] says is for slices
     values = sliced(Kind.PARAMETER, Kind.PARAMETER_SHARD if partition.shards_parameters else None)
     if values.gathered:
         values.sinks = True  # it is dropped, whatever becomes of its shard

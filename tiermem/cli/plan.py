@@ -88,8 +88,8 @@ def plan(
         check_writable("--out", out)
         if ranks > 1:
             raise ConfigError(
-                f"--out: a policy file is for one process, and --ranks {ranks} asks for a forecast of several, which "
-                "tiermem doesn't shard pages over yet"
+                f"--out: a policy file is written for one process, and --ranks {ranks} asks for a forecast of several; "
+                "write it without --ranks, and add [ranks] (docs/distributed.md)"
             )
     lifetime = rates.size("--endurance", endurance.strip().removesuffix("W")) if endurance else None
     model = _model(params, layers, width, vocabulary, heads, config, object)
@@ -241,8 +241,8 @@ def _assumptions(found: Forecast) -> list[str]:
         said.append("waits for both links are added up, though some may overlap")
     if hardware.ranks > 1:
         said.append(
-            f"{hardware.ranks} ranks: pages are sharded and each rank takes its own batch. tiermem doesn't do that "
-            "yet: it runs in one process. Traffic between ranks is taken to cost no more than the link to a device"
+            f"{hardware.ranks} ranks: pages are sharded and each rank takes its own batch. traffic between "
+            "them is taken to cost no more than the link to a device, where tiermem's goes through host memory"
         )
     return said
 

@@ -58,7 +58,7 @@ class Hardware:
 
     ``device_nbytes`` is None where modules compute on the cpu. ``flops`` is the peak in the run's precision, of one
     device; ``update`` the rate of the optimizer's reads and writes in RAM. ``ranks`` devices share RAM and disks; that
-    is a forecast of what sharding would give, since tiermem runs in one process. ``host_budget`` fixes the host's
+    is a forecast of what sharding would give where ranks exchange at the link's rate. ``host_budget`` fixes the host's
     budget instead of what RAM leaves.
     """
 

@@ -17,7 +17,7 @@ import torch
 from tiermem.aio import Buffer
 from tiermem.page import ALIGNMENT, padded
 
-PIECE_NBYTES = 1 << 20
+PIECE_NBYTES = 1 << 18
 """Bytes of a slice that are on their way to be added up at a time: what scratch memory is sized by."""
 _PIECES = 1 << 10  # of a slice, at most
 _TAGS = 1 << 31
