@@ -133,11 +133,8 @@ def fit(
 def require(tier: str, capacity: int, need: Need, smallest: Need, overhead: int = 0) -> None:
     """Refuse a budget that can't work. ``overhead``: bytes of the budget that pages can't have (buffers)."""
     if need.nbytes > capacity:
-        note = (
-            f", and {format_bytes(overhead)} of the budget are the module's buffers (and scratch memory of exchanges, where ranks share the model)"
-            if overhead
-            else ""
-        )
+        beside = f"{format_bytes(overhead)} of the budget are buffers: the module's, and those of exchanges with ranks"
+        note = f", and {beside}" if overhead else ""
         raise BudgetError(
             need.nbytes + overhead,
             max(0, capacity + overhead),
