@@ -469,3 +469,36 @@ def test_what_is_there_is_not_overwritten_by_mistake(disk: Path, wrap: Wrap) -> 
         model.save(disk / "x", compression="lz")
     with pytest.raises(tiermem.CheckpointError, match=r"extra\.what: a object"):
         model.save(disk / "x", extra={"what": object()})
+
+
+class Packed(nn.Module):
+    """Weights in 4 bits as a buffer, large enough for a page, and a scratch one that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(0, 256, (128, 256), dtype=torch.uint8))
+        self.register_buffer(
+            "scratch", torch.randint(0, 256, (128, 256), dtype=torch.uint8), persistent=False
+        )
+        self.bias = nn.Parameter(torch.randn(128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight & 15).float().t() + self.bias
+
+
+def test_packed_weights_in_buffers(disk: Path, wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(Packed(), nn.Linear(128, 256), Packed()), host="smallest")
+    optimizer = adamw(model)
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    model.save(disk / "ck", optimizer)
+    state = dict(model.state_dict())
+    assert same(tensor_of(array(disk / "ck", "buffers/0.weight")), state["0.weight"])
+    other = wrap(nn.Sequential(Packed(), nn.Linear(128, 256), Packed()), host="smallest")
+    scratch = other.get_buffer("0.scratch").clone()
+    second = adamw(other)
+    other.load(disk / "ck", second)
+    assert_same("state", state, dict(other.state_dict()))
+    assert_same("optimizer", snapshot(optimizer), snapshot(second))
+    assert same(other.get_buffer("0.scratch").clone(), scratch)

@@ -88,12 +88,13 @@ class PagedOptimizer(Protocol):
 class Contents:
     """The tensors of ``net``, whose paged parameters ``runtime`` has (None: none are paged).
 
-    ``paged``: parameters in pages, by name; ``plain``: tensors that are not, buffers among them; ``tied``: the other
-    names of a parameter and its first.
+    ``paged``: parameters and packed buffers in pages, by name; ``buffers``: which of these are buffers; ``plain``:
+    tensors that are in no page, most buffers among them; ``tied``: the other names of a tensor and its first.
     """
 
     def __init__(self, net: nn.Module, runtime: Runtime | None) -> None:
         self.paged: dict[str, Place] = {}
+        self.buffers: set[str] = set()
         self.plain: dict[Key, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
         self.names: dict[int, str] = {}  # id of a parameter -> its first name
@@ -117,7 +118,11 @@ class Contents:
                 self.tied[name] = first[id(buffer)]
             else:
                 first[id(buffer)] = name
-                self.plain[Key(BUFFERS, name)] = buffer.detach()
+                if id(buffer) in home:
+                    self.paged[name] = Place(*home[id(buffer)], Kind.PARAMETER)
+                    self.buffers.add(name)
+                else:
+                    self.plain[Key(BUFFERS, name)] = buffer.detach()
 
     def keep(self, only: Callable[[str], bool]) -> None:
         """Leave out every tensor whose name ``only`` refuses."""

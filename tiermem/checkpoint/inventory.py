@@ -91,7 +91,12 @@ class Inventory:
         if optimizer is not None:
             self._documents[OPTIMIZER] = {"param_groups": optimizer.groups, "state": optimizer.scalars}
         for name, place in contents.paged.items():
-            self._add_place(name, place, optimizer.updates.get(name, 0) if optimizer is not None else 0)
+            self._add_place(
+                name,
+                BUFFERS if name in contents.buffers else PARAMETERS,
+                place,
+                optimizer.updates.get(name, 0) if optimizer is not None else 0,
+            )
         problems = [
             problem for key, tensor in self.plain.items() if (problem := self._add_plain(key, tensor))
         ]
@@ -102,14 +107,14 @@ class Inventory:
                 self._documents.setdefault("/".join(group.split("/")[:depth]), {})
         self.linked = set() if self.base is None else set(self._unchanged(self.base))
 
-    def _add_place(self, name: str, place: Place, updates: int) -> None:
+    def _add_place(self, name: str, where: str, place: Place, updates: int) -> None:
         kinds = [Kind.PARAMETER]
         if _has_master(place, updates):
             kinds.append(Kind.MASTER)
         if updates:
             kinds += [Kind.EXP_AVG, Kind.EXP_AVG_SQ]
         for kind in kinds:
-            key = Key(PARAMETERS if kind is Kind.PARAMETER else f"{OPTIMIZER}/{STATE[kind]}", name)
+            key = Key(where if kind is Kind.PARAMETER else f"{OPTIMIZER}/{STATE[kind]}", name)
             self.places.setdefault((id(place.group), kind), {})[place.number] = key
             order = order_of(place.field.size, place.field.stride)
             assert order is not None, "adoption refuses parameters with gaps"

@@ -58,6 +58,8 @@ class Loading:
         self._runtime = runtime
         self._optimizer = optimizer
         self._match = Match(source, contents)
+        # "" for what isn't in a state dict: buffers that are not persistent
+        self._names = {(id(place.group), place.number): name for name, place in contents.paged.items()}
         self._updates: dict[str, int] = {}  # of parameters whose state goes into pages
 
     def check(self, *, strict: bool, cast: bool) -> None:
@@ -112,7 +114,7 @@ class Loading:
     # -- pages ----------------------------------------------------------------------------------------------
 
     def _load_group(self, runtime: Runtime, group: Group) -> None:
-        names = [self._contents.names[id(field.parameter)] for field in group.fields]
+        names = [self._names.get((id(group), index), "") for index in range(len(group.fields))]
         found = {
             index: self._match.found[name] for index, name in enumerate(names) if name in self._match.found
         }
