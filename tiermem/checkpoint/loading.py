@@ -25,6 +25,7 @@ from tiermem.checkpoint.contents import (
 )
 from tiermem.checkpoint.differences import Match, optimizer_problems
 from tiermem.checkpoint.grid import order_of
+from tiermem.checkpoint.pages import clear_bytes
 from tiermem.checkpoint.source import Source, read_into
 from tiermem.errors import CheckpointError
 from tiermem.page import Kind, Page
@@ -207,7 +208,7 @@ class Loading:
 
     def _clear(self, runtime: Runtime, page: Page) -> None:
         assert page.host is not None
-        runtime.pager.host.bytes_of(page.host).zero_()
+        clear_bytes(runtime.pager.host.bytes_of(page.host))
 
     # -- everything else ------------------------------------------------------------------------------------
 

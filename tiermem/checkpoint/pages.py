@@ -8,6 +8,7 @@ interrupts, or runs beside, finds everything where it was.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -18,6 +19,16 @@ from tiermem.aio import Buffer
 from tiermem.errors import SavingError
 from tiermem.page import ALIGNMENT, Page, State, padded
 from tiermem.runtime import Runtime
+
+
+def copy_bytes(out: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy bytes on the CPU in this thread alone: torch's copy waits for threads that training may be using."""
+    ctypes.memmove(out.data_ptr(), data.data_ptr(), data.numel())
+
+
+def clear_bytes(out: torch.Tensor) -> None:
+    """Make bytes on the CPU zeros, likewise."""
+    ctypes.memset(out.data_ptr(), 0, out.numel())
 
 
 class Window(NamedTuple):
@@ -100,7 +111,7 @@ class PageReader:
                 assert page.device is not None
                 runtime.device.copy(out, device.bytes_of(page.device)[window.start : window.stop]).wait()
             elif page.host is not None and page.state is not State.READING and not page.hollow:
-                out.copy_(pager.host.bytes_of(page.host)[window.start : window.stop])
+                copy_bytes(out, pager.host.bytes_of(page.host)[window.start : window.stop])
             elif page.blank:
                 out.zero_()
             else:

@@ -37,10 +37,11 @@ KINDS = (Kind.PARAMETER, *STATE)
 
 
 class Piece(NamedTuple):
-    """A window of a page: of which kind, and the element of the group that the page begins with."""
+    """A window of a page: of which kind, and the elements of the group that the page begins and ends with."""
 
     kind: Kind
     first: int
+    last: int  # not in it; behind it the page is padded
     window: Window
 
 
@@ -214,7 +215,8 @@ class Saving:
         begun: Key | None = None
         for piece, (window, data) in zip(pieces, reader.read(piece.window for piece in pieces), strict=True):
             size = window.page.dtype.itemsize
-            low, high = piece.first + window.start // size, piece.first + window.stop // size
+            low = piece.first + window.start // size
+            high = min(piece.last, piece.first + window.stop // size)
             for index in range(max(0, bisect_right(starts, low) - 1), bisect_right(starts, high - 1)):
                 field = group.fields[index]
                 start, stop = max(low, field.offset), min(high, field.offset + field.numel)
@@ -238,7 +240,7 @@ class Saving:
                 size = page.dtype.itemsize
                 begin, end = (inside[0][0] - start) * size, (inside[-1][1] - start) * size
                 for window in self._reader.windows(page, begin, end):
-                    yield Piece(kind, start, window)
+                    yield Piece(kind, start, stop, window)
 
     def _save_plain(self, key: Key, tensor: torch.Tensor) -> None:
         array, writer = self._inventory.arrays[key], self._writer

@@ -19,6 +19,7 @@ import torch
 from tiermem.aio import Buffer, File, Queue
 from tiermem.checkpoint.document import Array
 from tiermem.checkpoint.grid import Chunk
+from tiermem.checkpoint.pages import clear_bytes, copy_bytes
 from tiermem.errors import CheckpointError, SavingError
 from tiermem.page import ALIGNMENT, padded
 
@@ -98,7 +99,7 @@ class ChunkWriter:
                 assert self._slot is not None
                 took = min(count, self._chunk.stop - element)
                 at = (element - self._chunk.start) * size
-                self._slot.memory[at : at + took * size].copy_(data[: took * size])
+                copy_bytes(self._slot.memory[at : at + took * size], data[: took * size])
                 data = data[took * size :]
                 count -= took
                 element += took
@@ -154,7 +155,7 @@ class ChunkWriter:
         if not whole:
             _write_into(path, slot.memory[begin:end], begin, array.chunk_nbytes)
             return
-        slot.memory[end : padded(array.chunk_nbytes)].zero_()
+        clear_bytes(slot.memory[end : padded(array.chunk_nbytes)])
         if array.chunk_nbytes < DIRECT_NBYTES:
             _write_into(path, slot.memory[: array.chunk_nbytes], 0, array.chunk_nbytes)
             return
