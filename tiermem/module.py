@@ -253,10 +253,12 @@ class TieredModule(nn.Module):
         Parameters that haven't changed since the last checkpoint that was saved or loaded here (frozen ones) are given
         a second name in the new one (a hard link) where the filesystem allows it, and not written again.
 
+        Where several ranks share the model, all call it, with a path that all see; each writes its own slices into the
+        same files. That can't be done in the background, compressed or with links.
+
         After :meth:`close` it saves the parameters of the module as they are then; the optimizer's state went with the
         pages. Raises CheckpointError for what can't be saved, SavingError (an OSError) when the disk refuses.
         """
-        self._check_alone("save")
         return self._saves.save(
             path,
             optimizer,
@@ -288,18 +290,12 @@ class TieredModule(nn.Module):
             cast: whether floating-point dtypes may differ. A parameter that the checkpoint has in float32, as master
                 weights or as it is, becomes the master of a half-precision one.
 
+        Any number of ranks may load what any number has saved; all of them call it, and each reads its own slices.
+
         Raises CheckpointError with every difference of names, shapes and dtypes there is, before anything is changed;
         or when a file is damaged.
         """
-        self._check_alone("load")
         return self._saves.load(path, optimizer, strict=strict, cast=cast)
-
-    def _check_alone(self, what: str) -> None:
-        if self._runtime.ranks is not None:
-            raise PagingError(
-                f"{what}() can't be had while {self._runtime.partition.world} ranks share the model: use state_dict() "
-                "and optimizer.state_dict(), which every rank has to call, and load_state_dict()"
-            )
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -16,6 +16,7 @@ from tiermem.checkpoint.document import encode, jsonable
 from tiermem.errors import CheckpointError
 from tiermem.page import Kind, Page
 from tiermem.parameter import owner_of
+from tiermem.partition import ALONE, Partition
 from tiermem.runtime import Runtime
 from tiermem.unit import Field, Group
 
@@ -63,15 +64,41 @@ class Stretch(NamedTuple):
 
 
 def stretches(group: Group, kind: Kind) -> list[Stretch]:
-    """The pages of one kind of a group, in the order of their elements; empty where it has none of that kind."""
+    """The pages of one kind of a group, in the order of their elements; empty where it has none of that kind.
+
+    Of a model that ranks share, those of this rank: its slice of what is in slices.
+    """
     if kind is Kind.PARAMETER:
-        return [Stretch(group.parameter, 0, group.numel)]
-    result = []
+        page = group.updated
+        first = group.first_of(page)
+        last = min(first + page.nbytes // page.dtype.itemsize, group.numel)
+        return [Stretch(page, first, last)] if first < last else []
+    result: list[Stretch] = []
     for part in group.parts:
-        page = {Kind.MASTER: part.master, Kind.EXP_AVG: part.exp_avg, Kind.EXP_AVG_SQ: part.exp_avg_sq}[kind]
-        if page is not None:
-            result.append(Stretch(page, part.start, part.stop))
+        state = {Kind.MASTER: part.master, Kind.EXP_AVG: part.exp_avg, Kind.EXP_AVG_SQ: part.exp_avg_sq}[kind]
+        if state is not None:
+            result.append(Stretch(state, part.start, part.stop))
     return result
+
+
+def share_of(partition: Partition, group: Group) -> tuple[int, int]:
+    """The elements of a group that this rank writes into a checkpoint: its slice, whoever else has them too."""
+    if partition.world == 1:
+        return 0, group.numel
+    size = partition.slice_numel(group.numel, group.dtype)
+    return min(partition.rank * size, group.numel), min((partition.rank + 1) * size, group.numel)
+
+
+def has_master(place: Place, updates: int) -> bool:
+    """Has a parameter master weights of its own here? Before the first update, only where wrapping has cast it."""
+    field = place.field
+    masters = [
+        part.master
+        for part in place.group.parts
+        if part.master is not None
+        and max(field.offset, part.start) < min(field.offset + field.numel, part.stop)
+    ]
+    return bool(masters) and (updates > 0 or not any(master.blank for master in masters))
 
 
 @runtime_checkable
@@ -98,6 +125,7 @@ class Contents:
         self.plain: dict[Key, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
         self.names: dict[int, str] = {}  # id of a parameter -> its first name
+        self.partition = runtime.partition if runtime is not None and not runtime.closed else ALONE
         home = runtime.hooks.home if runtime is not None and not runtime.closed else {}
         for name, parameter in net.named_parameters(remove_duplicate=False):
             if id(parameter) in self.names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class Inventory:
 
     ``arrays``: all of them; ``places``: (id of a group, kind) -> its fields that are saved, by index; ``plain``: the
     tensors that are in no page; ``linked``: parameters that are what they were in ``base``, whose files will do.
+    ``masters``: the parameters, by name, that have master weights on any rank.
 
     Raises CheckpointError, naming every tensor that can't be saved.
     """
@@ -71,8 +72,11 @@ class Inventory:
         attributes: Mapping[str, Any],
         settings: Settings,
         base: Published | None,
+        masters: Container[str],
     ) -> None:
         self.settings = settings
+        self.partition = contents.partition
+        self._masters = masters
         self.groups: dict[int, Group] = contents.groups()
         self.arrays: dict[Key, Array] = {}
         self.places: dict[tuple[int, Kind], dict[int, Key]] = {}
@@ -109,7 +113,7 @@ class Inventory:
 
     def _add_place(self, name: str, where: str, place: Place, updates: int) -> None:
         kinds = [Kind.PARAMETER]
-        if _has_master(place, updates):
+        if name in self._masters:
             kinds.append(Kind.MASTER)
         if updates:
             kinds += [Kind.EXP_AVG, Kind.EXP_AVG_SQ]
@@ -189,15 +193,3 @@ class Inventory:
             except OSError:
                 return False
         return True
-
-
-def _has_master(place: Place, updates: int) -> bool:
-    """Has a parameter master weights of its own? Before the first update, only where wrapping has cast it."""
-    field = place.field
-    masters = [
-        part.master
-        for part in place.group.parts
-        if part.master is not None
-        and max(field.offset, part.start) < min(field.offset + field.numel, part.stop)
-    ]
-    return bool(masters) and (updates > 0 or not any(master.blank for master in masters))

@@ -124,7 +124,9 @@ class Loading:
         if group.dtype is torch.float32:
             # Where the checkpoint's parameters are half-precision, its masters are what they stand for.
             found = {index: self._match.master_of(names[index]) or key for index, key in found.items()}
-        self._fill(runtime, group, Stretch(group.parameter, 0, group.numel), found, zeros=())
+        for stretch in stretches(group, Kind.PARAMETER):
+            self._fill(runtime, group, stretch, found, zeros=())
+        self._renew(runtime, group)
         masters = {index: key for index in found if (key := self._match.master_of(names[index])) is not None}
         for stretch in stretches(group, Kind.MASTER):
             self._load_masters(runtime, group, stretch, found, masters)
@@ -137,6 +139,14 @@ class Loading:
             for stretch in stretches(group, kind) if updates else ():
                 self._fill(runtime, group, stretch, state, zeros)
 
+    def _renew(self, runtime: Runtime, group: Group) -> None:
+        """Other ranks gather what this one has read from here on, and it what they have."""
+        page = group.parameter
+        if runtime.ranks is not None and page.gathered:
+            with runtime.door.hold(), runtime.door:
+                runtime.pager.renew(page)
+            runtime.ranks.offer([(page.key, page.version)])
+
     def _load_masters(
         self, runtime: Runtime, group: Group, stretch: Stretch, found: dict[int, Key], masters: dict[int, Key]
     ) -> None:
@@ -146,21 +156,22 @@ class Loading:
         if blank and not any(index in masters for index in inside):
             return
         rest = [index for index in inside if index not in masters and (blank or index in found)]
-        pager = runtime.pager
+        pager, parameter = runtime.pager, group.updated
         if rest:
             with runtime.door.hold():
                 with runtime.door:
-                    pager.fault([stretch.page, group.parameter], Phase.OPTIMIZER, group.unit)
+                    pager.fault([stretch.page, parameter], Phase.OPTIMIZER, group.unit)
                 try:
-                    assert group.parameter.host is not None
+                    assert parameter.host is not None
                     for index in rest:
                         low, high = _span(group.fields[index], stretch)
-                        values = pager.host.view(group.parameter.host, group.dtype, low, (high - low,), (1,))
+                        start = low - group.first_of(parameter)
+                        values = pager.host.view(parameter.host, group.dtype, start, (high - low,), (1,))
                         _place(runtime, stretch, low, high).copy_(values)
                 finally:
                     with runtime.door:
                         pager.unpin([stretch.page], dirty=True)
-                        pager.unpin([group.parameter])
+                        pager.unpin([parameter])
         self._fill(runtime, group, stretch, masters, zeros=())
 
     def _fill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,11 +12,12 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from tiermem.checkpoint.contents import Contents, OptimizerContents
+from tiermem.checkpoint.contents import Contents, OptimizerContents, has_master
 from tiermem.checkpoint.document import COMPRESSIONS, jsonable
 from tiermem.checkpoint.formats import open_source
 from tiermem.checkpoint.inventory import CHUNK_NBYTES, Inventory, Published, Settings
 from tiermem.checkpoint.loading import Loaded, Loading
+from tiermem.checkpoint.meeting import Meeting
 from tiermem.checkpoint.saving import Saving
 from tiermem.checkpoint.source import ZarrSource
 from tiermem.errors import CheckpointError, TiermemError
@@ -76,7 +78,22 @@ class Saves:
             attributes["policy"] = self._runtime.config.to_toml()
         if only is not None:
             contents.keep(only)
-        inventory = Inventory(contents, state, attributes, settings, self._published)
+        ranks = self._runtime.ranks if paged else None
+        if ranks is not None and (background or compression != "none"):
+            raise CheckpointError(
+                f"{ranks.world} ranks share the model, and write their slices of an array's files together, which "
+                "can't be compressed or done in the background: save without background= and compression="
+            )
+        meeting = Meeting(ranks, f"the checkpoint {path}")
+        with meeting:
+            updates = state.updates if state is not None else {}
+            meeting.fact = [
+                name for name, place in contents.paged.items() if has_master(place, updates.get(name, 0))
+            ]
+        # A rank knows of those that its slices are of.
+        masters = {name for names in meeting.facts for name in names}
+        base = self._published if ranks is None else None
+        inventory = Inventory(contents, state, attributes, settings, base, masters)
         saving = Saving(path, inventory, self._runtime if paged else None, after)
         self.latest = saving
         if background:
@@ -93,12 +110,19 @@ class Saves:
         """See ``TieredModule.load``."""
         self._finish()
         contents = Contents(self._net, self._runtime)
-        source = open_source(Path(path))
-        try:
-            loading = Loading(source, contents, None if self._runtime.closed else self._runtime, optimizer)
+        runtime = None if self._runtime.closed else self._runtime
+        ranks = runtime.ranks if runtime is not None else None
+        meeting = Meeting(ranks, f"loading {path}")
+        with meeting, contextlib.ExitStack() as stack:
+            source = open_source(Path(path))
+            stack.callback(source.close)
+            loading = Loading(source, contents, runtime, optimizer)
             loading.check(strict=strict, cast=cast)
-            loaded = loading.run()
-            if isinstance(source, ZarrSource) and not (loaded.missing or loaded.unexpected):
+            stack.pop_all()
+        try:
+            with meeting:
+                loaded = loading.run()
+            if ranks is None and isinstance(source, ZarrSource) and not (loaded.missing or loaded.unexpected):
                 self._published = _published(source.path, contents)
         finally:
             source.close()

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.aio import open_queue
-from tiermem.checkpoint.contents import STATE, Key, path_of, stretches
-from tiermem.checkpoint.folder import published
+from tiermem.checkpoint.contents import STATE, Key, path_of, share_of, stretches
+from tiermem.checkpoint.folder import published, sync
 from tiermem.checkpoint.inventory import Inventory, Published
+from tiermem.checkpoint.meeting import Meeting
 from tiermem.checkpoint.pages import PageReader, Window
 from tiermem.checkpoint.writer import ChunkWriter
 from tiermem.disk import free_nbytes
@@ -155,17 +156,16 @@ class Saving:
         self._check_room()
         inventory = self._inventory
         with contextlib.ExitStack() as stack:
-            self._folder = stack.enter_context(published(self.path, overwrite=inventory.settings.overwrite))
+            self._folder = stack.enter_context(self._place())
             queue = stack.enter_context(open_queue())
             largest = max((padded(array.chunk_nbytes) for array in inventory.arrays.values()), default=1)
             self._writer = writer = ChunkWriter(queue, largest)
             stack.callback(writer.close)
             if self._pending:
                 assert self._runtime is not None
-                most = max(page.nbytes for group in self._pending.values() for page in _pages(group))
-                self._reader = PageReader(self._runtime, min(WINDOW_NBYTES, most))
+                pages = [page.nbytes for group in self._pending.values() for page in _pages(group)]
+                self._reader = PageReader(self._runtime, min(WINDOW_NBYTES, max(pages, default=1)))
                 stack.callback(self._reader.close)
-            inventory.write_documents(self._folder)
             while (key := self._next()) is not None:
                 self._stream(key, inventory.groups[key])
                 with self._moved:
@@ -173,11 +173,30 @@ class Saving:
                     self._moved.notify_all()
             if self._error is not None:
                 raise self._error
-            for plain, tensor in inventory.plain.items():
-                self._save_plain(plain, tensor)
+            if inventory.partition.rank == 0:
+                for plain, tensor in inventory.plain.items():
+                    self._save_plain(plain, tensor)
             writer.flush()
             info = os.lstat(self._folder)
         self.result = Published(self.path, (info.st_dev, info.st_ino), self._versions)
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[Path]:
+        """The folder to write into, with its documents; published at the end, by rank 0 where there are several."""
+        overwrite, runtime = self._inventory.settings.overwrite, self._runtime
+        with contextlib.ExitStack() as stack:
+            meeting = Meeting(None if runtime is None else runtime.ranks, f"the checkpoint {self.path}")
+            with meeting:
+                if meeting.rank == 0:
+                    folder = stack.enter_context(published(self.path, overwrite=overwrite))
+                    self._inventory.write_documents(folder)
+                    meeting.fact = os.fspath(folder)
+            with meeting:
+                yield Path(meeting.facts[0])
+                if meeting.rank:
+                    sync(Path(meeting.facts[0]))
+            with meeting:
+                stack.close()
 
     def _check_room(self) -> None:
         """Refuse what doesn't fit before anything is written; how far compression goes nobody knows."""
@@ -212,6 +231,7 @@ class Saving:
                 del wanted[Kind.PARAMETER][index]
         pieces = [piece for kind in KINDS for piece in self._pieces(group, kind, sorted(wanted[kind]))]
         starts = [field.offset for field in group.fields]
+        mine = share_of(self._inventory.partition, group)
         begun: Key | None = None
         for piece, (window, data) in zip(pieces, reader.read(piece.window for piece in pieces), strict=True):
             size = window.page.dtype.itemsize
@@ -219,7 +239,7 @@ class Saving:
             high = min(piece.last, piece.first + window.stop // size)
             for index in range(max(0, bisect_right(starts, low) - 1), bisect_right(starts, high - 1)):
                 field = group.fields[index]
-                start, stop = max(low, field.offset), min(high, field.offset + field.numel)
+                start, stop = max(low, mine[0], field.offset), min(high, mine[1], field.offset + field.numel)
                 named = wanted[piece.kind].get(index)
                 if start < stop and named is not None:
                     if named != begun:
@@ -230,11 +250,13 @@ class Saving:
     def _pieces(self, group: Group, kind: Kind, indices: list[int]) -> Iterator[Piece]:
         """The windows of a group's pages of one kind that hold elements of these fields."""
         assert self._reader is not None
+        first, last = share_of(self._inventory.partition, group)
         for page, start, stop in stretches(group, kind) if indices else ():
+            low, high = max(first, start), min(last, stop)
             inside = [
-                (max(field.offset, start), min(field.offset + field.numel, stop))
+                (max(field.offset, low), min(field.offset + field.numel, high))
                 for field in map(group.fields.__getitem__, indices)
-                if max(field.offset, start) < min(field.offset + field.numel, stop)
+                if max(field.offset, low) < min(field.offset + field.numel, high)
             ]
             if inside:
                 size = page.dtype.itemsize

@@ -72,7 +72,8 @@ class ChunkWriter:
 
     def begin(self, folder: Path, array: Array) -> None:
         """From now on elements of the array in ``folder``, whose document is written, are put."""
-        self._finish()
+        with self._errors():
+            self._finish()
         self._folder, self._array, self._zarr = folder, array, None
         if not array.raw:
             import zarr
