@@ -23,6 +23,7 @@ from tests.models import BY_NAME
 from tests.parity import adamw, assert_equal, assert_same, build, reference, snapshot, train
 from tiermem.aio import FaultyQueue, open_queue
 from tiermem.checkpoint.folder import PARTIAL
+from tiermem.page import State
 
 GPT = BY_NAME["gpt"]
 SMALL = {"chunk_nbytes": 16384}
@@ -254,6 +255,24 @@ def test_a_page_that_can_not_be_read_is_named(disk: Path, wrap: Wrap) -> None:
     disk_tier.queue = model._runtime.queue = queue
     assert not (disk / "ck").exists()
     model.save(disk / "ck", optimizer)
+
+
+def test_a_page_that_somebody_changed_is_not_saved(disk: Path, wrap: Wrap) -> None:
+    model = wrap(build(GPT), host="smallest")
+    optimizer = adamw(model)
+    train(model, optimizer, GPT, steps=1)
+    page = next(
+        p for p in model._runtime.table if p.state is State.DISK and not p.blank and p.checksum is not None
+    )
+    assert page.extent is not None
+    with open(model._runtime.disk.path_of(page), "r+b") as file:
+        file.seek(page.extent[1] + 64)
+        byte = file.read(1)[0]
+        file.seek(page.extent[1] + 64)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(tiermem.TransferError, match="the disk, or somebody, has changed them"):
+        model.save(disk / "ck", optimizer)
+    assert not (disk / "ck").exists()
 
 
 def test_what_failed_in_the_background_is_told_once(

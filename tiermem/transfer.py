@@ -170,7 +170,7 @@ class Transfers:
         try:
             transfer.wait()
             if page.state is State.READING and transfer.check is not None:
-                error = self._verify(page, transfer.check.value)
+                error = self.verify(page, transfer.check.value)
         except OSError as failure:
             error = self._failed(page, failure)
         except RanksError as failure:
@@ -440,7 +440,7 @@ class Transfers:
         error.__cause__ = failure
         return error
 
-    def _verify(self, page: Page, found: int) -> TransferError | None:
+    def verify(self, page: Page, found: int) -> TransferError | None:
         """The error of a page whose bytes aren't those that were written; None when they are."""
         if found == page.checksum:
             return None

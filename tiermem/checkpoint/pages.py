@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import xxhash
 
 from tiermem.aio import Buffer
 from tiermem.errors import SavingError
@@ -49,18 +50,21 @@ class PageReader:
         self.nbytes = padded(nbytes)
         self._runtime = runtime
         self._buffers = [Buffer(self.nbytes) for _ in range(depth)]
+        self._hash: tuple[Page, xxhash.xxh3_64] | None = None
         self._memory = [torch.frombuffer(buffer.view, dtype=torch.uint8) for buffer in self._buffers]
 
     def windows(self, page: Page, start: int = 0, stop: int | None = None) -> Iterator[Window]:
-        """The windows that hold bytes ``start`` to ``stop`` of a page."""
-        stop = page.nbytes if stop is None else stop
+        """The windows that hold bytes ``start`` to ``stop`` of a page: all, where its checksum is to be checked."""
+        if stop is None or page.checksum is not None:
+            start, stop = 0, page.nbytes
         for first in range(start - start % ALIGNMENT, stop, self.nbytes):
             yield Window(page, first, min(first + self.nbytes, padded(stop)))
 
     def read(self, windows: Iterable[Window]) -> Iterator[tuple[Window, torch.Tensor]]:
         """Each window with its bytes (uint8), which are good until the next one is asked for.
 
-        Raises SavingError when the disk fails.
+        Raises SavingError when the disk fails, and IntegrityError when a page isn't what was written there: by then
+        some of its windows have been given out.
         """
         flying: deque[tuple[Window, int, int | None]] = deque()
         todo = iter(windows)
@@ -80,6 +84,9 @@ class PageReader:
                 if ticket is not None:
                     flying[0] = (window, slot, None)
                     self._wait(window, ticket)
+                    self._check(window, self._memory[slot])
+                else:
+                    self._hash = None  # the pager has checked what is in memory
                 yield window, self._memory[slot][: window.stop - window.start]
                 flying.popleft()
         finally:
@@ -87,6 +94,20 @@ class PageReader:
                 if ticket is not None:
                     with contextlib.suppress(SavingError):
                         self._wait(window, ticket)
+
+    def _check(self, window: Window, memory: torch.Tensor) -> None:
+        """Take the window into its page's checksum, and compare that at the page's end."""
+        page = window.page
+        if window.start == 0:
+            self._hash = (page, xxhash.xxh3_64())
+        if self._hash is None or self._hash[0] is not page:
+            return
+        self._hash[1].update(memory[: window.stop - window.start].numpy().data)
+        if window.stop == page.nbytes and page.checksum is not None:
+            with self._runtime.door:
+                error = self._runtime.pager.transfers.verify(page, self._hash[1].intdigest())
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Give the memory back."""
