@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tiermem.cli import bench, checkpoint, demo, doctor, plan, simulate, trace, train, verify
+from tiermem.cli import bench, checkpoint, config, demo, doctor, plan, simulate, trace, train, verify
 from tiermem.cli.errors import ErrorGroup
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ def _register() -> None:
     app.command("train")(train.train)
     app.add_typer(trace.app, name="trace")
     app.add_typer(checkpoint.app, name="checkpoint")
+    app.add_typer(config.app, name="config")
     app.command("bench")(bench.bench)
     app.command("plan")(plan.plan)
     app.command("doctor")(doctor.doctor)
