@@ -21,6 +21,9 @@ EXAMPLES = ROOT / "examples"
         ("finetune", "step 10: loss"),
         ("inference", "the same as without paging: True"),
         ("large", "the same as built and trained in memory: True"),
+        ("accelerate_loop", "batch 20: loss"),
+        ("hf_trainer", "B saved, of a model of"),
+        ("lightning_fit", "an ordinary module again: True"),
     ],
 )
 def test_example(name, words, disk):
@@ -28,7 +31,12 @@ def test_example(name, words, disk):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")],
         cwd=disk,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore::FutureWarning",
+        },
         capture_output=True,
         text=True,
     )
@@ -61,9 +69,13 @@ def test_the_policy_is_accepted():
 
 def test_all_examples_are_tested():
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == [
+        "accelerate_loop",
         "checkpoint",
+        "distributed",
         "durable",
         "finetune",
+        "hf_trainer",
         "inference",
         "large",
+        "lightning_fit",
     ]

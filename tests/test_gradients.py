@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import tiermem
 from tests.conftest import Wrap
 from tests.models import BY_NAME, GPT
-from tests.parity import adamw, assert_same, build, snapshot
+from tests.parity import adamw, assert_same, build, snapshot, train
+from tiermem.gradients import Spent
 
 GPT_CASE = BY_NAME["gpt"]
 
@@ -193,6 +194,28 @@ def test_requires_grad_can_be_turned_off_and_on(wrap: Wrap) -> None:
         ends.append((dict(model.state_dict()), snapshot(optimizer)))
     assert_same("state", ends[0][0], ends[1][0])
     assert_same("moments", ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize("of", ["the wrapper", "the module", "its parts"])
+def test_a_gradient_that_was_given_up_is_there_and_cannot_be_read(of: str, wrap: Wrap) -> None:
+    model = wrap(build(GPT_CASE), host="smallest")
+    optimizer = adamw(model)
+    GPT_CASE.loss(model, GPT_CASE.batch()).backward()
+    optimizer.step()
+    given_up = [p for p in model.parameters() if isinstance(p.grad, Spent)]
+    assert given_up
+    for p in given_up:
+        gradient = p.grad
+        assert (gradient.shape, gradient.dtype) == (p.shape, p.dtype)
+        with pytest.raises(tiermem.PagingError, match=r"given up.*zero_grad"):
+            gradient.sum()
+        with pytest.raises(tiermem.PagingError, match="given up"):
+            torch.stack([gradient, gradient])
+    parts = {"the wrapper": [model], "the module": [model.module], "its parts": model.module.children()}
+    for each in parts[of]:
+        each.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    train(model, optimizer, GPT_CASE, steps=1)
 
 
 def test_a_sparse_gradient_is_refused_by_name(wrap: Wrap) -> None:

@@ -7,20 +7,60 @@ optimizer, or whoever looks, reads the page.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tiermem.door import Door
 from tiermem.errors import PagingError
 from tiermem.page import Kind, Page
 from tiermem.pager import Pager
-from tiermem.parameter import PagedView
+from tiermem.parameter import METADATA, PagedView
 from tiermem.policies import Phase
 from tiermem.reduction import Reduction
 from tiermem.unit import Group, Unit
 from tiermem.views import Views
+
+
+class Spent(torch.Tensor):
+    """A gradient that the optimizer has used and whose bytes are given up: it is there, and can't be read.
+
+    Loops ask whether there is a gradient before they forget it (``torch.nn.Module.zero_grad``).
+    """
+
+    field: str
+
+    @staticmethod
+    def of(group: Group, index: int) -> Spent:
+        """What ``.grad`` of that parameter is."""
+        field = group.fields[index]
+        empty = torch.empty_strided(field.size, field.stride, dtype=group.dtype, device="meta")
+        spent: Spent = empty.as_subclass(Spent)
+        spent.field = field.name
+        return spent
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _given_up(next(each.field for each in tree_leaves((args, kwargs)) if isinstance(each, Spent)))
+
+
+def _given_up(name: str) -> PagingError:
+    return PagingError(
+        f"the gradient of {name} was given up after optimizer.step(), to make room: call zero_grad() before the next "
+        "backward, or read gradients before step()"
+    )
 
 
 class Gradients:
@@ -84,10 +124,7 @@ class Gradients:
         with self._door:
             if page.spent and any(group.landed):
                 if page.blank:
-                    raise PagingError(
-                        f"the gradient of {group.fields[index].name} was given up after optimizer.step(), to make "
-                        "room: call zero_grad() before the next backward, or read gradients before step()"
-                    )
+                    raise _given_up(group.fields[index].name)
                 page.spent = False
             self._pager.fault([page], Phase.BACKWARD, page.unit)
         try:
@@ -177,8 +214,10 @@ class Gradients:
         if not group.trainable or not group.landed[index]:
             with torch._C.DisableTorchFunctionSubclass():
                 return parameter.grad  # of a frozen parameter, if somebody set it
+        page = _page(group)
+        if page.spent and page.blank:
+            return Spent.of(group, index)
         with self.resident(group, index) as place, self._door:
-            page = _page(group)
             page.pins += 1
             view = self._views.lend(place.as_subclass(PagedView), page)
             group.normed[index] = 0

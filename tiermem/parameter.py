@@ -145,7 +145,7 @@ def _getter(name: str) -> Any:
     return getattr(_Tensor, name).__get__
 
 
-_METADATA = {
+METADATA = {
     _getter(name)
     for name in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
@@ -178,7 +178,7 @@ _SET_DATA = _Tensor.data.__set__
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _METADATA:
+    if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     tensors = list(_paged(args))

@@ -1,0 +1,1 @@
+"""Integrations: other people's training loops over paged models. Each module wants its library: see the extras."""
