@@ -9,87 +9,28 @@ brought back. A tensor that finds no room stays in memory, and is counted.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from time import perf_counter_ns as now
 from typing import Any
 
 import torch
-from torch.multiprocessing import reductions
 
+from tiermem.activation import Activation, Holder, Slice, StorageRef, Tie, is_plain, rounded, share_version
 from tiermem.device import Copy, Device
 from tiermem.door import Door
 from tiermem.errors import BudgetError
-from tiermem.page import Frame, Kind, Page, State, padded
+from tiermem.page import Frame, Kind, Page, State
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
 from tiermem.trace import Reason
 from tiermem.trace import Tier as At
 from tiermem.transfer import Transfers
 
-_StorageRef: Any = reductions.StorageWeakRef
 _Storage: Any = torch.UntypedStorage
-_set_version: Any = torch._C._autograd._unsafe_set_version_counter
 
 MAX_UNTRIMMED = 64 << 20
 """Bytes of activations, at least, after which malloc is asked to give back what has been freed of them."""
-
-
-class Activation:
-    """One storage that autograd saved. ``page`` is None for one that stays in memory.
-
-    ``witness`` has the version counter of the tensor that was saved, and none of its memory.
-    """
-
-    __slots__ = ("copy", "key", "nbytes", "page", "serial", "storage", "version", "witness")
-
-    def __init__(self, serial: int, tensor: torch.Tensor, nbytes: int) -> None:
-        self.serial = serial
-        self.nbytes = nbytes
-        self.storage = _StorageRef(tensor.untyped_storage())  # where the bytes live, or lived last
-        self.key: int = self.storage.cdata
-        self.witness = _witness(tensor)
-        self.version = tensor._version
-        self.page: Page | None = None
-        self.copy: Copy | None = None  # on its way from the device
-
-    @property
-    def lives(self) -> bool:
-        """Is there still memory that has the bytes?"""
-        return not self.storage.expired()
-
-
-class Holder:
-    """What the saved tensors of one storage have in common: with it dies the activation. Maybe it has the memory."""
-
-    __slots__ = ("__weakref__", "activation", "memory")
-
-    def __init__(self, activation: Activation, memory: torch.Tensor | None) -> None:
-        self.activation = activation
-        self.memory = memory
-
-
-class Slice:
-    """A saved tensor as autograd keeps it: where in its storage it lies."""
-
-    __slots__ = ("dtype", "holder", "offset", "size", "stride", "version")
-
-    def __init__(self, holder: Holder, tensor: torch.Tensor) -> None:
-        self.holder = holder
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.version = tensor._version
-
-
-class _Tie(weakref.ref[Holder]):
-    """Tells by a queue that a holder has died, see Note: loans."""
-
-    __slots__ = ("activation",)
-
-    activation: Activation
 
 
 class Activations:
@@ -114,10 +55,10 @@ class Activations:
         self._sinks = sinks
         self._table = PageTable()
         self._idle: dict[int, list[Page]] = {}  # by size: pages of activations that have died
-        self._alive: dict[int, _Tie] = {}  # by serial number, in the order in which they were saved
-        self._by_storage: dict[int, list[_Tie]] = {}
+        self._alive: dict[int, Tie] = {}  # by serial number, in the order in which they were saved
+        self._by_storage: dict[int, list[Tie]] = {}
         self._in_memory: dict[int, Activation] = {}
-        self._dead: deque[_Tie] = deque()
+        self._dead: deque[Tie] = deque()
         self._exempt: frozenset[int] = frozenset()
         self._next = 0
         self._untrimmed = 0
@@ -136,7 +77,7 @@ class Activations:
 
         Raises TransferError where writing an earlier one has failed.
         """
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not _plain(tensor):
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -162,7 +103,7 @@ class Activations:
         """
         for tie in self._by_storage.get(storage, ()):
             holder = tie()
-            if holder is not None and tie.activation.lives and _share_version(tie.activation.witness, tensor):
+            if holder is not None and tie.activation.lives and share_version(tie.activation.witness, tensor):
                 # Saved with its version, which was this one unless it has been changed.
                 return holder if tie.activation.version == tensor._version else None
         return None
@@ -187,7 +128,7 @@ class Activations:
                 self._idle[page.nbytes].append(page)
             self.num_kept += 1
             self.nbytes_kept += nbytes
-        tie = _Tie(holder, self._dead.append)
+        tie = Tie(holder, self._dead.append)
         tie.activation = activation
         self._alive[activation.serial] = tie
         self._by_storage.setdefault(activation.key, []).append(tie)
@@ -215,7 +156,7 @@ class Activations:
 
     def _take_page(self, nbytes: int) -> Page | None:
         """A page of at least ``nbytes``: one whose activation has died, or a new one; None where the disk is full."""
-        size = _rounded(nbytes)
+        size = rounded(nbytes)
         if size > self.arena.slab.nbytes:
             return None
         idle = self._idle.setdefault(size, [])
@@ -352,7 +293,7 @@ class Activations:
         if page.state is State.HOST and not page.dirty:
             moves.drop(page, Reason.LRU)
         self._trim(activation.nbytes)
-        activation.storage = _StorageRef(whole.untyped_storage())
+        activation.storage = StorageRef(whole.untyped_storage())
         self._in_memory[activation.serial] = activation
         self._count()
         return whole.untyped_storage()
@@ -428,34 +369,3 @@ class Activations:
             "arena": self.arena.slab.nbytes,
             "peak_arena": self.arena.slab.peak,
         }
-
-
-def _witness(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that shares the version counter of ``tensor``."""
-    with torch.inference_mode(False), torch.no_grad():
-        witness = tensor.detach()
-        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return witness
-
-
-def _share_version(witness: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Have both the same version counter?"""
-    version = witness._version
-    if tensor._version != version:
-        return False
-    _set_version((witness,), (version + 1,))
-    try:
-        return tensor._version != version
-    finally:
-        _set_version((witness,), (version,))
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    """Is it what its bytes say? No conjugate or negative of them, and not made in inference mode, without a version."""
-    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or tensor.is_quantized)
-
-
-def _rounded(nbytes: int) -> int:
-    """Up to one of eight sizes between a power of two and the next, so that pages fit other activations later."""
-    step = 1 << max(0, nbytes.bit_length() - 4)
-    return padded(-(-nbytes // step) * step)

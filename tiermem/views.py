@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tiermem.activations import Activations, Slice
+from tiermem.activation import Slice
+from tiermem.activations import Activations
 from tiermem.door import Door
 from tiermem.errors import PagingError
 from tiermem.page import Frame, Page, State
