@@ -59,6 +59,17 @@ def test_loading_in_mid_training_is_what_it_is_unwrapped(wrap: Wrap) -> None:
         assert_equal(*ends)
 
 
+def test_an_optimizer_that_is_given_no_state_begins_anew(wrap: Wrap) -> None:
+    ends = []
+    for model in (build(GPT_CASE), wrap(build(GPT_CASE), host="smallest")):
+        optimizer = adamw(model)
+        fresh = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, GPT_CASE, steps=2)
+        optimizer.load_state_dict(fresh)
+        ends.append(train(model, optimizer, GPT_CASE, steps=2))
+    assert_equal(*ends)
+
+
 def test_loading_reports_what_does_not_fit(wrap: Wrap) -> None:
     model = wrap(build(GPT_CASE), host="smallest")
     state = model.state_dict()

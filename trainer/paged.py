@@ -349,7 +349,7 @@ class PagedUpdate:
         self.hooks.release_resident()
         group, index = self.hooks.home[id(parameter)]
         field = group.fields[index]
-        self.steps[id(parameter)] = int(state.get("step", 0))
+        known, self.steps[id(parameter)] = self.steps[id(parameter)], int(state.get("step", 0))
         for name, kind in KINDS.items():
             if kind is Kind.MASTER and group.dtype is torch.float32:
                 continue
@@ -357,7 +357,9 @@ class PagedUpdate:
             if value is None:
                 if kind is Kind.MASTER:
                     group.stale.add(index)
-                continue
+                if kind is Kind.MASTER or not known:
+                    continue
+                value = torch.zeros(()).expand(field.size)  # its moments begin anew
             if tuple(value.shape) != field.size:
                 raise ValueError(
                     f"{name} of {field.name} has shape {list(value.shape)}, not {list(field.size)}"

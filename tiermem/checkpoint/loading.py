@@ -62,6 +62,7 @@ class Loading:
         # "" for what isn't in a state dict: buffers that are not persistent
         self._names = {(id(place.group), place.number): name for name, place in contents.paged.items()}
         self._updates: dict[str, int] = {}  # of parameters whose state goes into pages
+        self._parameters: dict[str, torch.Tensor] = {}  # these parameters
 
     def check(self, *, strict: bool, cast: bool) -> None:
         """Raise CheckpointError with everything that doesn't fit."""
@@ -82,6 +83,7 @@ class Loading:
                     if optimizer.updates_of(parameter) is not None:
                         step = int(self._source.scalars.get(name, {}).get("step", 0))
                         self._updates[name] = step
+                        self._parameters[name] = parameter
                         problems += [
                             f"optimizer: {name} has had {step} updates, and no {moment} is there"
                             for moment in ("exp_avg", "exp_avg_sq")
@@ -248,13 +250,15 @@ class Loading:
         for name, number in numbers.items():
             if name not in self._updates:
                 states[number] = self._plain_state(name)
+        if isinstance(optimizer, PagedOptimizer):
+            for name in self._updates:
+                # Their moments come with the pages: an optimizer that is given none would make zeros of them.
+                optimizer.set_updates(self._parameters[name], 0)
         states = {number: state for number, state in states.items() if state}
         optimizer.load_state_dict({"state": states, "param_groups": packed})
         if isinstance(optimizer, PagedOptimizer):
-            for group, each in zip(optimizer.param_groups, names, strict=True):
-                for name, parameter in zip(each, group["params"], strict=True):
-                    if name in self._updates:
-                        optimizer.set_updates(parameter, self._updates[name])
+            for name, count in self._updates.items():
+                optimizer.set_updates(self._parameters[name], count)
 
     def _plain_state(self, name: str) -> dict[str, Any]:
         state: dict[str, Any] = dict(self._source.scalars.get(name, {}))
