@@ -28,6 +28,7 @@ pinned = false
 paths = ["/nvme0/run", "/nvme1/run"]
 budget = "1TiB"
 keep = true
+max_written_per_day = "2TB"
 [placement]
 parameters = "device"
 gradients = "host"

@@ -57,22 +57,18 @@ def test_a_loss_of_power_at_each_write_and_sync(commits: int, stride: int, disk:
 
 
 def test_sigkill_over_and_over(disk: Path) -> None:
-    expected = uninterrupted()
-    count = 0
-    for number in range(3):
-        folder = disk / f"{DURABLE}{number}"
-        step = kill_over_and_over(folder, 6, MORE, number)
-        loop = go_on(folder, 0)
-        assert loop.step >= step
-        count += 1
-        assert_equal(from_step(expected, loop.step), loop.train(MORE).close())
-    assert count == 3
+    go_on(disk, 1).model.close()
+    step = max(1, kill_over_and_over(disk, 4, 100))
+    expected = Loop(TINY).train(step + 2).close()
+    loop = go_on(disk, 0)
+    assert loop.step in (step, step + 1)
+    assert_equal(from_step(expected, loop.step), loop.train(step + 2).close())
 
 
 def test_a_resume_that_is_killed_loses_nothing(disk: Path) -> None:
     expected = uninterrupted()
     go_on(disk, 2).model.close()
-    for at in (1, 400, 1200, 2400):
+    for at in (1, 2000, 6000, 12_000):
         status, told = killed_at_line(disk, 3, at)
         assert status == -signal.SIGKILL
         assert all(step <= 3 for step in told)

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tiermem.durable import DurableRun
 from tiermem.errors import BudgetError, format_bytes
 from tiermem.folder import INDEX, PAGES, DurableFolder, RunFolder, check_file
 from tiermem.page import Page
+from tiermem.quota import Quota
 from tiermem.record import BLANK, CHECKED, Commit
 
 
@@ -50,6 +51,7 @@ class Disk:
         self.files: list[File] = []
         self.nbytes_read: list[int] = []  # of each file
         self.nbytes_written: list[int] = []
+        self.quota: Quota | None = None
         self.grown = False  # has a page been given a slot since the run's description was written?
         self._ends: list[int] = []  # bytes given out in each file
         try:
@@ -92,6 +94,19 @@ class Disk:
                 rows[number].append({"offset": offset, "nbytes": page.nbytes, **facts})
         for folder, row in zip(self.folders, rows, strict=True):
             (folder.path / INDEX).write_text(json.dumps({"pages": row}, indent=1))
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """For each path: bytes given out, read and written, and the share of the pages that it is to get."""
+        whole = sum(self.weights)
+        return {
+            str(folder.parent): {
+                "in_use": self._ends[number],
+                "read": self.nbytes_read[number],
+                "written": self.nbytes_written[number],
+                "share": self.weights[number] / whole,
+            }
+            for number, folder in enumerate(self.folders)
+        }
 
     # -- space --------------------------------------------------------------------------------------------
 
@@ -196,6 +211,8 @@ class Disk:
         ticket = self.queue.write(self.files[number], offset, address, page.nbytes)
         page.target = target
         self.nbytes_written[number] += page.nbytes
+        if self.quota is not None:
+            self.quota.add(page.nbytes)
         return ticket
 
     def _target(self, page: Page) -> tuple[int, int]:
@@ -272,6 +289,24 @@ class Disk:
                     stack.callback(folder.close)
             for file in self.files:
                 stack.callback(file.close)
+
+
+def weigh(folders: Sequence[Path], rate: Callable[[Path], float]) -> list[float]:
+    """What share of the pages each folder is to get: by the ``rate`` of its disk, measured once for each disk.
+
+    Folders on one disk share it, and where there is one disk only, nothing is measured. A disk whose rate can't be had
+    is taken to be as fast as the slowest.
+    """
+    devices = [os.stat(folder).st_dev for folder in folders]
+    if len(set(devices)) < 2:
+        return [1.0] * len(folders)
+    rates: dict[int, float] = {}
+    for folder, device in zip(folders, devices, strict=True):
+        if device not in rates:
+            with contextlib.suppress(OSError):
+                rates[device] = rate(folder)
+    slowest = min(rates.values(), default=1.0)
+    return [rates.get(device, slowest) / devices.count(device) for device in devices]
 
 
 def free_nbytes(folder: Path) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TransferError
 from tiermem.folder import COMMIT, DAMAGE, DURABLE, PAGES, RUN, DurableFolder, Found, InUse, find
 from tiermem.journal import Journal
 from tiermem.layout import Layout, fingerprint, held, page_name
@@ -76,7 +76,13 @@ class DurableRun:
             for parent in parents:
                 folders.append(DurableFolder.create(parent, name))
                 stack.callback(folders[-1].remove)
-            journal = Journal(folders[0], num_kept + 1)
+            try:
+                journal = Journal(folders[0], num_kept + 1)
+            except OSError as error:
+                raise ConfigError(
+                    f"disk.paths: {os.fspath(parents[0])!r} can't hold a durable run: {error.strerror}; name one on "
+                    "a disk that has room and that you may write to"
+                ) from error
             stack.pop_all()
         return cls(folders, journal, num_kept)
 
@@ -208,18 +214,26 @@ class DurableRun:
     def describe(self, layout: Layout, slots: Sequence[Sequence[Extent]]) -> None:
         """Write into each folder which run it belongs to, and into the first what is where, if it isn't there.
 
-        Raises OSError.
+        Raises TransferError.
         """
         new = [list(each) for each in slots]
         if new == self.slots and self.described == self.num_kept:
             return
         self.layout, self.slots, self.described = layout, new, self.num_kept
         paths = [str(folder.path.absolute()) for folder in self.folders]
-        for index, folder in enumerate(self.folders):
+        for index, folder in reversed(list(enumerate(self.folders))):
             known: dict[str, Any] = {"version": 1, "index": index, "folders": paths}
             if index == 0:
                 known |= {"commits": self.num_kept, "slots": self.slots, "layout": layout}
-            folder.write(RUN, json.dumps(known).encode())
+            try:
+                folder.write(RUN, json.dumps(known).encode())
+            except OSError as error:
+                self.described = 0
+                path = str(folder.path / RUN)
+                detail = "nothing was changed"
+                raise TransferError(
+                    "what a run says of itself", "host", "disk", path, error.errno or 0, detail
+                ) from error
 
     def write(self, commit: Commit) -> None:
         """Make ``commit`` durable; its pages must be. Raises OSError, and then it may be durable or not."""

@@ -166,10 +166,18 @@ class Hooks:
     def _before_pass(self, module: nn.Module, args: Any) -> None:
         self.views.check_transforms()
         training, caller = torch.is_grad_enabled(), _caller()
-        if training and self.commits is not None and not self._calls.mine.passes:
-            self.commits.begin_forward()
+        if training and not self._calls.mine.passes:
+            self._begin_step()
         while not self._begin_pass(training, caller):
             self._calls.wait()  # one thread's forward at a time: the budget is for one, and so is the schedule
+
+    def _begin_step(self) -> None:
+        """Outside of the door: what may take long, or wait for hours."""
+        if self.commits is not None:
+            self.commits.begin_forward()
+        disk = self.pager.transfers.disk
+        if disk is not None and disk.quota is not None:
+            disk.quota.wait()
 
     def _begin_pass(self, training: bool, caller: FrameType) -> bool:
         """False where another thread's forward of the whole model runs."""

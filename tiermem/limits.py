@@ -6,6 +6,7 @@ The trace's viewer draws them beside what the links did carry. Link names are "d
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from time import perf_counter
 
 from tiermem.aio import measure
@@ -32,6 +33,12 @@ def disk_limits(config: Config, nbytes: int = MOST) -> tuple[float, float]:
     nbytes -= nbytes % (1 << 20)
     speed = measure(folders[0], max(nbytes, 1 << 20), io.request.resolve(0), io.depth, io.engine)
     return len(folders) * speed.read, len(folders) * speed.write
+
+
+def rate_of(folder: Path) -> float:
+    """Bytes per second of what reads and writes a folder's disk by turns. Raises OSError when it can't be measured."""
+    speed = measure(folder, LEAST)
+    return 2 / (1 / speed.read + 1 / speed.write)
 
 
 def copy_limits(host: Tier, above: Tier, device: Device) -> tuple[float, float] | None:

@@ -22,17 +22,18 @@ from tiermem.commits import Commits
 from tiermem.config import Config, Size
 from tiermem.config import Tier as TierName
 from tiermem.device import Device, available_nbytes, open_device
-from tiermem.disk import Disk, free_nbytes
+from tiermem.disk import Disk, free_nbytes, weigh
 from tiermem.door import Door
 from tiermem.durable import DurableRun
 from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
-from tiermem.limits import measure_limits
+from tiermem.limits import measure_limits, rate_of
 from tiermem.page import ALIGNMENT, Kind, Page, padded
 from tiermem.pageable import is_compute, nbytes_of, nbytes_of_buffers
 from tiermem.pager import Pager
 from tiermem.partition import ALONE, Partition
 from tiermem.policies import Ahead, eviction, prefetch
+from tiermem.quota import Quota
 from tiermem.ranks import Peers, Ranks, agree, find_peers, scratch_nbytes
 from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run, units_of
 from tiermem.steps import Steps
@@ -330,6 +331,10 @@ class Runtime:
         self.queue = stack.enter_context(open_queue(io.engine, io.request.resolve(0), io.depth))
         disk = Disk(paths, self.budgets["disk"], self.queue, self.config.disk.keep, run=self.run)
         stack.callback(disk.close)
+        if len(disk.folders) > 1:
+            disk.weights = weigh([folder.path for folder in disk.folders], rate_of)
+        if self.config.disk.max_written_per_day is not None:
+            disk.quota = Quota(self.config.disk.max_written_per_day.resolve(0))
         disk.whole = sum(page.nbytes * page.num_slots for page in self.table if page.sinks or page.durable)
         if self.queue.engine != "libaio" and io.engine == "auto":
             self.notes.append(self.queue.note)
@@ -517,7 +522,8 @@ class Runtime:
                 tiers["host"]["in_use"] += activations.arena.slab.used
                 tiers["host"]["peak"] += activations.arena.slab.peak
             used = self.disk.used if self.disk is not None else 0
-            tiers["disk"] = {"budget": self.budgets["disk"], "in_use": used, "peak": used}
+            paths = self.disk.stats() if self.disk is not None else {}
+            tiers["disk"] = {"budget": self.budgets["disk"], "in_use": used, "peak": used, "paths": paths}
             cursor = self.steps.training.cursor
             ranks: dict[str, Any] = {}
             if self.ranks is not None:

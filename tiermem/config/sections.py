@@ -63,6 +63,13 @@ def _to_bytes(read: object) -> object:
     return size
 
 
+def _to_amount(read: object) -> object:
+    size = None if read is None else Size.parse(read)  # type: ignore[arg-type]  # as above
+    if size is not None and not size.nbytes:
+        raise ValueError("it is a percentage" if size.nbytes is None else "it is nothing")
+    return size
+
+
 def _to_lookahead(read: object) -> object:
     if read == "auto" or isinstance(read, int):
         return read
@@ -181,6 +188,16 @@ class DiskSection(Section):
         bool,
         _key("Whether the page files stay when the model is closed.", "true or false", [True]),
     ] = False
+    max_written_per_day: Annotated[
+        Size | None,
+        BeforeValidator(_to_amount),
+        _key(
+            "The most bytes that a process may write to the disks in 24 hours, since disks wear. When it has, "
+            "training pauses before its next step, and says so. Without it there is no limit.",
+            "a size other than a percentage",
+            ["2TB"],
+        ),
+    ] = None
 
     @property
     def folders(self) -> tuple[Path, ...]:
