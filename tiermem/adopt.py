@@ -114,7 +114,7 @@ class Adoption:
 
     def _take_slice(self, group: Group) -> None:
         """What of the group's parameters is in this rank's slice."""
-        page, shard, ranks = group.parameter, group.updated, self._pager.transfers.ranks
+        page, shard, ranks = group.parameter, group.updated, self._pager.transfers.shelf.ranks
         assert ranks is not None
         self._pager.fault([shard], Phase.FORWARD, group.unit, on_host=True)
         try:
@@ -221,7 +221,7 @@ class Adoption:
                     field.parameter.data = view.to(self._device.torch_device, dtype, copy=True)
         finally:
             self._pager.unpin([page])
-        if any(dtype is not group.dtype for dtype in dtypes) and self._pager.transfers.ranks is None:
+        if any(dtype is not group.dtype for dtype in dtypes) and self._pager.transfers.shelf.ranks is None:
             for part in group.parts:
                 if part.master is not None and not part.master.blank:
                     # What the cast to the page's dtype lost.

@@ -236,7 +236,7 @@ class Pager:
                     moves.load(page, frame, Reason.LOOKAHEAD)
                     self._count_prefetch(page)
             elif state is State.DISK:
-                if page.error is not None or not moves.ready(page):
+                if page.error is not None or not moves.shelf.ready(page):
                     continue
                 frame = self.room.ahead(self.host, page, position, claimed, only_evict=blocked)
                 if frame is None:
@@ -269,7 +269,7 @@ class Pager:
 
         The page is pinned. Raises RanksError where other ranks don't change it.
         """
-        ranks, shard = self.transfers.ranks, page.shard
+        ranks, shard = self.transfers.shelf.ranks, page.shard
         if not page.gathered or ranks is None or shard is None:
             return
         # Before all have made the change, somebody may still want the page as it was.

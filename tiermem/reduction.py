@@ -47,7 +47,7 @@ class Reduction:
     @property
     def ranks(self) -> Ranks | None:
         """The other ranks; None where this one is alone."""
-        return self._pager.transfers.ranks
+        return self._pager.transfers.shelf.ranks
 
     # -- while backward runs ------------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class Replay:
                 return False  # on its way out of a place that another page wants
             page.leaving = False  # wanted again before it was gone: its frame stays
             return True
-        if not self._moves.ready(page):
+        if not self._moves.shelf.ready(page):
             return False  # not before the optimizer's step is over
         if fetch.fresh and not page.blank:
             # Whoever overwrites it takes a frame then: all there is to do is to free its place.

@@ -181,7 +181,7 @@ class Room:
         self.counters.num_relocations += 1
         for user in page.users:
             user.unbind()
-        with self.transfers.shelf:
+        with self.transfers.shelf.lock:
             self.host.bytes_of(new).copy_(self.host.bytes_of(frame))
             page.host = new
         self.host.slab.release(frame)
@@ -259,7 +259,7 @@ class Room:
         """
         self.counters.num_relocations += 1
         memory = self.host.memory
-        with self.transfers.shelf:
+        with self.transfers.shelf.lock:
             for frame in list(self.host.slab):
                 page = frame.page
                 if page.pins or page.state.journey:

@@ -28,13 +28,14 @@ from tiermem.durable import DurableRun
 from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
 from tiermem.limits import measure_limits, rate_of
+from tiermem.membership import join_ranks, local_ranks, meet_peers
 from tiermem.page import ALIGNMENT, Kind, Page, padded
 from tiermem.pageable import is_compute, nbytes_of, nbytes_of_buffers
 from tiermem.pager import Pager
-from tiermem.partition import ALONE, Partition
+from tiermem.partition import ALONE
 from tiermem.policies import Ahead, eviction, prefetch
 from tiermem.quota import Quota
-from tiermem.ranks import Peers, Ranks, agree, find_peers, scratch_nbytes
+from tiermem.ranks import Peers, Ranks, scratch_nbytes
 from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run, units_of
 from tiermem.steps import Steps
 from tiermem.table import PageTable
@@ -111,7 +112,7 @@ class Runtime:
         except ValueError as error:
             raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
-        self._meet_peers(net, stack)
+        self.peers, self.partition = meet_peers(net, config, self._group)
         if self.peers is not None and config.durability.every is not None:
             raise ConfigError(
                 f"durability.mode: read {config.durability.mode!r} with {self.peers.world} ranks, whose steps would "
@@ -165,7 +166,10 @@ class Runtime:
         if disk is not None:
             self._provide(disk, transfers)
         stack.callback(transfers.abandon)
-        self._connect(transfers, stack)
+        if self.peers is not None:
+            self.ranks = join_ranks(self.peers, self.units, transfers, config)
+            stack.callback(self.ranks.close)  # before what they exchange is closed
+            self.ranks.interrupted = lambda: self.door.interrupted
         try:
             eviction(config.policy.eviction)
         except ValueError as error:
@@ -227,33 +231,6 @@ class Runtime:
         if self.ranks is not None:
             self.ranks.offer((page.key, page.version) for page in self.table if page.gathered)
         trim_memory()
-
-    def _meet_peers(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
-        """Find the other ranks, and see that all have the same model."""
-        ranks = self.config.ranks
-        if ranks.stage == "none":
-            return
-        self.peers = find_peers(self._group, ranks.timeout)
-        if self.peers is None:
-            return
-        self.partition = Partition(self.peers.rank, self.peers.world, ranks.stage)
-        agree(self.peers, "what ranks.stage is", ranks.stage)
-        for name, fact in fingerprint(net):
-            agree(self.peers, name, fact)
-
-    def _connect(self, transfers: Transfers, stack: contextlib.ExitStack) -> None:
-        """Open the connections to the other ranks. They end before what is exchanged over them does."""
-        if self.peers is None:
-            return
-        groups = [group for unit in self.units for group in unit.groups]
-        slices = [group.parameter.nbytes // self.partition.world for group in groups]
-        words = [f"the parameters of {self.units[group.unit].name}" for group in groups]
-        ranks = self.peers.connect(slices, words, self.config.ranks.reduce == "float32")
-        stack.callback(ranks.close)
-        ranks.interrupted = lambda: self.door.interrupted
-        shards = {group.parameter.key: group.parameter.shard for group in groups}
-        transfers.share(ranks, {key: shard for key, shard in shards.items() if shard is not None})
-        self.ranks = ranks
 
     def _cut(self, net: nn.Module, dtype: torch.dtype | None) -> tuple[int, int | None]:
         """Resolve the budgets and cut the model into units and pages that work within them.
@@ -605,23 +582,3 @@ def pages_of(group: Group) -> list[Page]:
     pages = [group.parameter, *([group.gradient] if group.gradient else [])]
     pages += [page.shard for page in pages if page.shard is not None]
     return pages + [page for part in group.parts for page in part.pages]
-
-
-def fingerprint(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What must be the same on all ranks, with its name, cheapest first."""
-    named = list(net.named_parameters())
-    yield "their parameters' names", [name for name, _ in named]
-    yield (
-        "their parameters' shapes, dtypes and requires_grad",
-        [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in named],
-    )
-    with torch.no_grad():
-        yield (
-            "their parameters' values, of which these are the sums (seed all ranks alike before building the model)",
-            {name: float(p.sum(dtype=torch.float64)) for name, p in named if type(p) is nn.Parameter},
-        )
-
-
-def local_ranks() -> int:
-    """How many ranks share this machine, as torchrun says; all of them where nobody says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -7,25 +7,22 @@ page is back where it came from, its source being untouched, and the error is ke
 
 Note: ranks. Where several of them share a model, they are what a sharded parameter page is read from, and what a
 gradient page is written to: both are journeys like those to and from the disk, but for what is at their other end. The
-threads that carry them out never take the pager's lock. What they read of this rank's slices they read under ``shelf``,
-under which a slice's frame is given up or moved; its content doesn't change while other ranks may ask for it.
+threads that carry them out never take the pager's lock; see :mod:`tiermem.shelf`.
 """
 
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter_ns as now
-
-import torch
 
 from tiermem.aio import Check, Checksums, Queue, checksum
 from tiermem.device import Copy, Device
 from tiermem.disk import Disk
 from tiermem.errors import IntegrityError, PagingError, RanksError, TransferError
 from tiermem.page import Frame, Kind, Page, State
-from tiermem.ranks import Ranks, Request
+from tiermem.ranks import Request
+from tiermem.shelf import Shelf
 from tiermem.stats import Counters, Link
 from tiermem.tier import Tier
 from tiermem.trace import AnyTrace, Event, NullTrace, Phase, Reason
@@ -99,9 +96,7 @@ class Transfers:
         self._copier = copier
         self._flying: dict[int, Page] = {}  # page number -> page on a journey
         self._error: TransferError | RanksError | None = None  # of a writeback
-        self.ranks: Ranks | None = None
-        self.shelf = threading.Lock()
-        self._shards: Mapping[int, Page] = {}  # key -> this rank's slice of a parameter page
+        self.shelf = Shelf(host, disk, queue, self.counters)
         self._links: dict[State, Link] = {
             State.READING: self.counters.disk_to_host,
             State.WRITING: self.counters.host_to_disk,
@@ -223,31 +218,15 @@ class Transfers:
         page.host = frame
         self._depart(page, State.READING, self._on_disk(page, ticket, address, True, reason))
 
-    def ready(self, page: Page) -> bool:
-        """Can it be read now? Not in the optimizer's step, while slices of it are changed somewhere."""
-        return not page.gathered or (self.ranks is not None and not self.ranks.stepping)
-
     def _gather(self, page: Page, frame: Frame, reason: Reason) -> None:
-        """As :meth:`read`, of what the ranks have: this one's slice goes into the frame first, then it is asked for."""
-        ranks, shard = self.ranks, page.shard
+        """As :meth:`read`, of what the ranks have."""
+        ranks = self.shelf.ranks
         assert ranks is not None
-        assert shard is not None
-        whole = self.host.bytes_of(frame)
-        wait: Callable[[], None] | None = None
-        first = ranks.rank * shard.nbytes
-        if shard.host is not None and shard.state in (State.HOST, State.WRITING):
-            whole[first : first + shard.nbytes].copy_(self.host.bytes_of(shard.host))
-        else:
-            queue, disk = self._queue, self.disk
-            assert queue is not None
-            assert disk is not None
-            ticket = disk.read(shard, self.host.address_of(frame) + first)
-            self.counters.disk_to_host.nbytes[shard.kind] += shard.nbytes
-
-            def wait() -> None:
-                queue.wait(ticket)
-
-        request = ranks.gather(page.key, page.version, whole, wait)
+        try:
+            request = self.shelf.gather(page, frame)
+        except BaseException:
+            self.host.slab.release(frame)
+            raise
         page.host = frame
         what = f"the use of unit {page.unit}"
         self._depart(
@@ -259,7 +238,7 @@ class Transfers:
 
         ``ended`` is called then, and told whether they returned it: it is here then as before.
         """
-        ranks = self.ranks
+        ranks = self.shelf.ranks
         assert ranks is not None
         page.leaving = True
         what = f"the reduction of the gradients of unit {page.unit}"
@@ -268,26 +247,6 @@ class Transfers:
             State.WRITING,
             Transfer(request.done, lambda: ranks.wait(request, what), Reason.REDUCE, request, ended),
         )
-
-    def share(self, ranks: Ranks, shards: Mapping[int, Page]) -> None:
-        """From now on other ranks may ask for this one's ``shards``, by the keys of their pages."""
-        self.ranks = ranks
-        self._shards = shards
-        ranks.read = self._read_shard
-
-    def _read_shard(self, key: int, start: int, piece: torch.Tensor) -> None:
-        """Fill ``piece`` from this rank's slice of a page, wherever that is: for the ranks' thread."""
-        shard = self._shards[key]
-        with self.shelf:
-            if shard.host is not None and shard.state in (State.HOST, State.WRITING):
-                piece.copy_(self.host.bytes_of(shard.host)[start : start + piece.numel()])
-                return
-        assert self.disk is not None
-        assert self._queue is not None
-        assert shard.extent is not None
-        number, offset = shard.extent
-        file = self.disk.files[number]
-        self._queue.wait(self._queue.read(file, offset + start, piece.data_ptr(), piece.numel()))
 
     def write(self, page: Page, reason: Reason, *, leaving: bool = False) -> None:
         """HOST -> WRITING; ``leaving``: its frame is released when it has landed."""
@@ -491,7 +450,7 @@ class Transfers:
         if traced:
             self.record(Event.EVICT, page, At.HOST, At.NONE if page.blank else At.DISK, reason)
         if page.kind is Kind.PARAMETER_SHARD:
-            with self.shelf:
+            with self.shelf.lock:
                 page.host = None
         page.host = None
         if page.state is not State.DEVICE:
