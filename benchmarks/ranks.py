@@ -123,7 +123,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--folder", default="/var/tmp", help="on the disk to page to")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="small, and one and two ranks only")
     options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.width, options.layers, options.steps, options.budget = (
+            [1, 2],
+            128,
+            4,
+            3,
+            "8MiB",
+        )
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {options.layers} layers of width "
         f"{options.width}, host budget {options.budget} a rank"

@@ -104,6 +104,8 @@ def misuse(rank: int, world: int, folder: Path) -> dict[str, Any]:
     ends: dict[str, Any] = {name: end_of(folder / name, rank, run) for name, run in MISUSES.items()}
     for name, keys in (("seed", {"seed": rank}), ("stage", {"stage": rank + 2})):
         ends[name] = end_of(folder / name, rank, backward, **keys)
+    if rank == 0:
+        ends["alone"] = end_of(folder / "alone", rank, backward, timeout=2)
     with wrapped(folder / "float32", rank, reduce="float32") as model:
         exchange = model._runtime.ranks.exchange
         terms = [
@@ -150,6 +152,12 @@ def test_a_rank_that_leaves_ends_those_that_wait_for_it(ends: list[dict[str, Any
     assert "rank 1 waits in close()" in ends[0]["stop_early"]
     assert ends[1]["fail_on_one"] == "ZeroDivisionError: of the loop's own"
     assert "rank 1: its training ended: ZeroDivisionError: of the loop's own" in ends[0]["fail_on_one"]
+
+
+def test_who_wraps_a_model_alone_is_told(ends: list[dict[str, Any]]) -> None:
+    assert ends[0]["alone"].startswith(
+        "RanksError: rank 1 has not wrapped the model as rank 0 has, within the 2 seconds"
+    )
 
 
 def test_sums_in_float32_round_once(ends: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 from torch import distributed as dist
@@ -41,15 +42,37 @@ class Peers:
         name = f"tiermem/{'-'.join(map(str, members))}/{_numbers[members]}"
         self._store = _c10d.PrefixStore(name, _c10d.distributed_c10d._get_default_store())
         self._told = 0
+        try:
+            self.tell(None)  # so that nobody waits below for who doesn't come
+        except BaseException:
+            _numbers[members] -= 1  # the next time has the name that this one had
+            raise
         # Nobody waits for this group's timeout: waits are bounded above it, where there is something to say.
         group = _c10d.PrefixStore("group", self._store)
         self._group = _c10d.ProcessGroupGloo(group, self.rank, self.world, timedelta(days=1))
 
     def tell(self, fact: Any) -> list[Any]:
-        """Tell all ranks something (JSON), and hear what each of them says, by rank."""
+        """Tell all ranks something (JSON), and hear what each of them says, by rank.
+
+        Raises RanksError when one says nothing within the timeout.
+        """
         self._told += 1
         self._store.set(f"{self._told}/{self.rank}", json.dumps(fact))
-        return [json.loads(self._store.get(f"{self._told}/{rank}")) for rank in range(self.world)]
+        end = monotonic() + self._timeout
+        said = []
+        for rank in range(self.world):
+            key = f"{self._told}/{rank}"
+            try:
+                self._store.wait([key], timedelta(seconds=max(0.001, end - monotonic())))
+            except RuntimeError as error:
+                raise RanksError(
+                    f"rank {rank} has not wrapped the model as rank {self.rank} has, within the {self._timeout:g} "
+                    "seconds of ranks.timeout: every rank has to, or set ranks.stage to none for models that each "
+                    "has alone",
+                    rank,
+                ) from error
+            said.append(json.loads(self._store.get(key)))
+        return said
 
     def connect(self, slices: Sequence[int], words: Sequence[str], float32: bool) -> Ranks:
         """Open the connections; ``slices`` are the bytes of one slice of each page, by key, ``words`` their names.
