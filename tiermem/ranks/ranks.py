@@ -23,6 +23,9 @@ from tiermem.ranks.exchange import Exchange
 from tiermem.ranks.request import Request
 from tiermem.ranks.wire import Connection, Server
 
+AWHILE = 3.0
+"""Seconds in which the coordinator hears of a process's end, and says so."""
+
 Read = Callable[[int, int, torch.Tensor], None]
 """Puts bytes of this rank's slice of a page into memory: the page's key, the first byte, the memory (uint8)."""
 
@@ -60,6 +63,7 @@ class Ranks:
         self._gathers: dict[
             int, tuple[Request, torch.Tensor]
         ] = {}  # page -> what is wanted, into which frame
+        self._moving: list[Request] = []  # what the mover is at
         self._met: dict[str, int] = {}  # how often all have met, by why
         self._decisions: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._feeds: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -251,9 +255,13 @@ class Ranks:
                     self._finish(*posted.popleft())
                 self._carry_out(message)
         except Exception as error:  # of the process group, or of the disk that a slice is read from
-            self._say(["fail", f"an exchange failed: {error}"])
-            self._failing.wait(5)  # the others may know better what it began with
+            # That another process has died shows here as well; whose it was, the coordinator hears.
+            if not self._failing.wait(AWHILE):
+                self._say(["fail", f"an exchange failed: {error}"])
+                self._failing.wait(AWHILE)
             self._fail(RanksError(f"rank {self.rank}: an exchange failed: {error}", self.rank))
+            for request in self._moving:
+                request.end(self._failure)
 
     def _gather(self, message: Message, posted: deque[tuple[Request, list[Any]]]) -> None:
         _, key, tag, ranks = message
@@ -267,15 +275,13 @@ class Ranks:
         if entry is not None:
             request, frame = entry
             request.begin()
+            self._moving.append(request)
             posted.append((request, self.exchange.gather(frame, ranks, tag)))
 
     def _finish(self, request: Request, works: list[Any]) -> None:
-        try:
-            for work in works:
-                work.wait()
-        except Exception as error:
-            request.end(RanksError(f"rank {self.rank}: a gather failed: {error}", self.rank))
-            raise
+        for work in works:
+            work.wait()
+        self._moving.remove(request)
         request.end()
 
     def _carry_out(self, message: Message) -> None:
@@ -285,13 +291,11 @@ class Ranks:
         if request is None:
             return  # the ranks have failed meanwhile
         request.payloads = payloads
-        try:
-            if request.run is not None:
-                request.begin()
-                request.run(tag, payloads)
-        except Exception as error:
-            request.end(RanksError(f"rank {self.rank}: {name} failed: {error}", self.rank))
-            raise
+        self._moving.append(request)
+        if request.run is not None:
+            request.begin()
+            request.run(tag, payloads)
+        self._moving.remove(request)
         request.end()
 
     def _feed(self) -> None:
@@ -315,7 +319,7 @@ class Ranks:
         """Tell the others that this rank won't go on, because of an error; they raise it as RanksError."""
         if self._failure is None:
             self._say(["fail", why])
-            self._failing.wait(5)
+            self._failing.wait(AWHILE)
 
     def close(self) -> None:
         """Wait until all ranks close, or it is over with them, then end threads and connections; idempotent."""
