@@ -116,7 +116,7 @@ class Runtime:
         if self.peers is not None and config.durability.every is not None:
             raise ConfigError(
                 f"durability.mode: read {config.durability.mode!r} with {self.peers.world} ranks, whose steps would "
-                'have to be committed together; allowed there is "off" (state_dict() works), or ranks.stage = "none"'
+                'have to be committed together; allowed there is "off" (model.save works), or ranks.stage = "none"'
             )
         self.run = open_run(net, config, dtype, self._resume)
         if self.run is not None:
