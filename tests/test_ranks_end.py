@@ -104,8 +104,6 @@ def misuse(rank: int, world: int, folder: Path) -> dict[str, Any]:
     ends: dict[str, Any] = {name: end_of(folder / name, rank, run) for name, run in MISUSES.items()}
     for name, keys in (("seed", {"seed": rank}), ("stage", {"stage": rank + 2})):
         ends[name] = end_of(folder / name, rank, backward, **keys)
-    if rank == 0:
-        ends["alone"] = end_of(folder / "alone", rank, backward, timeout=2)
     with wrapped(folder / "float32", rank, reduce="float32") as model:
         exchange = model._runtime.ranks.exchange
         terms = [
@@ -115,6 +113,8 @@ def misuse(rank: int, world: int, folder: Path) -> dict[str, Any]:
         exchange.reduce(terms[rank], target, True, [True] * world, 1 << 19)
         mean = sum(term.float() for term in terms) / world
         ends["float32"] = torch.equal(target, mean.bfloat16()[rank * 2048 : (rank + 1) * 2048])
+    if rank == 0:
+        ends["alone"] = end_of(folder / "alone", rank, backward, timeout=2)
     return ends
 
 
