@@ -310,13 +310,19 @@ class Room:
 
 
 def _homes(table: PageTable, tier: Tier, computes: bool) -> dict[int, int]:
-    """Page number -> offset of its own place at the end of the slab, for the pages of the resident unit."""
-    kinds = [Kind.PARAMETER] if computes else []
-    kinds += [Kind.GRADIENT] if tier.name == "host" else []
-    homes: dict[int, int] = {}
+    """Page number -> offset of its own place at the end of the slab, for the pages of the resident unit.
+
+    Where all pages fit the slab, each has its own: nothing has to make way, and no hole is ever too small.
+    """
+    on_host = tier.name == "host"
+    pages = [page for page in table if on_host or page.kind is Kind.PARAMETER]
     end = tier.slab.nbytes
-    for page in table:
-        if page.unit == 0 and page.kind in kinds and page.nbytes <= end:
+    if sum(page.nbytes for page in pages) > end:
+        kinds = ([Kind.PARAMETER] if computes else []) + ([Kind.GRADIENT] if on_host else [])
+        pages = [page for page in pages if page.unit == 0 and page.kind in kinds]
+    homes: dict[int, int] = {}
+    for page in pages:
+        if page.nbytes <= end:
             end -= page.nbytes
             homes[page.number] = end
     return homes
