@@ -43,13 +43,11 @@ class Replay:
     def follow(self, cursor: Cursor | None, plan: Plan | None) -> None:
         """From now on go by this plan; what should be resident and isn't, is fetched.
 
-        To go on with the same costs nothing: what was lost on the way has been told of, by :meth:`lost`.
+        At a step's end too, when nothing has changed: three tiers are late without it.
         """
         if plan is None or cursor is None:
             self._cursor = self.plan = None
             self._waiting.clear()
-            return
-        if cursor is self._cursor and plan is self.plan:
             return
         if plan is not self.plan:
             # What can't be on its way before it is needed is left to whoever needs it: on the host, for the
