@@ -245,17 +245,24 @@ class QueueTests:
         with self.open_held(gate) as queue:
             ticket = queue.read(file, 0, buffer.address + 4 * MIB, MIB)
 
+            struck = threading.Event()
+
             def interrupt() -> None:
                 self.until_waited_for(queue, ticket)
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                # One that arrives between Python's last look and the wait wakes nobody; people press the keys again.
+                while not struck.wait(10):
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
             thread = threading.Thread(target=interrupt)
             thread.start()
             try:
                 with pytest.raises(KeyboardInterrupt):
                     queue.wait(ticket)
+                struck.set()
                 assert not queue.done(ticket)
             finally:
+                struck.set()
                 gate.set()
                 thread.join()
             queue.wait(ticket)
