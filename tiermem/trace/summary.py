@@ -227,8 +227,7 @@ class _Figures:
         for reason in np.unique(stalls["reason"]):
             add(("reason", int(reason)), stalls[stalls["reason"] == reason])
         for source, target, waits in _by_link(stalls):
-            if target != Tier.NONE:
-                add(("stall link", source, target), waits)
+            add(("stall link", source, target), waits)
         for source, target, moves in _by_link(piece[having(piece, _TRANSFERS)]):
             add(("link", source, target), moves)
             sums = np.zeros(len(self._kinds.names) + 1, np.int64)
@@ -283,14 +282,12 @@ class _Figures:
 
 
 def _by_link(records: Records) -> Iterator[tuple[int, int, Records]]:
-    """The records of each link: source, target, and which."""
+    """The records of each link: source, target, and which. From NONE, or to it (other ranks), none is crossed."""
     for source in Tier:
-        if source == Tier.NONE:
-            continue
         of_source = records[records["source"] == source]
         for target in Tier:
             here = of_source[of_source["target"] == target]
-            if len(here):
+            if len(here) and source != Tier.NONE and target != Tier.NONE:
                 yield int(source), int(target), here
 
 
