@@ -50,7 +50,9 @@ def test_each_number_of_ranks_goes_on_where_another_stopped(
             own = max(result["read"] for result in results)
             if world > 1:
                 parameters = sum(value.nbytes for value in before["state"].values())
-                assert own <= 1.1 * (whole + parameters) / world, "a rank reads its own slices"
+                if stage == 3:
+                    parameters //= world  # below, every rank has all of them
+                assert own <= 1.1 * (whole / world + parameters), "a rank reads its own slices"
         for result in results[1:]:
             assert_same("ranks", results[0]["state"], result["state"])
         before, path = results[0], save
