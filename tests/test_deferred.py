@@ -244,7 +244,8 @@ def test_memory_is_one_parameter_while_it_is_built_and_the_budget_when_it_is_wra
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(found)
-    slack = 60 << 20  # modules, code that is imported late, and what malloc keeps of freed values between others
+    # Modules, code that is imported late, and what malloc keeps of freed values between others.
+    slack = 60 << 20
     assert found["parameters"] > 95 << 20
     assert found["built"] <= 2 * found["largest"] + slack
     assert found["wrapped"] <= (16 << 20) + 2 * found["largest"] + slack
