@@ -107,7 +107,7 @@ class DurableFolder:
                     "folder has 0700: look into it, and chmod it if you trust what is there"
                 )
             try:
-                with _locked(path.parent):  # nobody else tries meanwhile, just to see
+                with lock_folder(path.parent):  # nobody else tries meanwhile, just to see
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise InUse(
@@ -171,7 +171,7 @@ def find(parent: Path) -> list[Found]:
     """The run folders of this user under ``parent``, by name; links and others' folders are passed over."""
     found = []
     kinds = {PREFIX: "working", KEPT: "kept", DURABLE: "durable"}
-    with _locked(parent):
+    with lock_folder(parent):
         for name in sorted(os.listdir(parent)):
             kind = next((kind for prefix, kind in kinds.items() if name.startswith(prefix)), None)
             lock = _try_lock(parent / name) if kind is not None else None
@@ -189,7 +189,7 @@ def reclaim(parent: Path, *, locked: bool = False) -> list[str]:
     A folder is a dead run's when it is a working one, is this user's, is no link, and nobody holds its lock.
     """
     removed = []
-    with contextlib.nullcontext() if locked else _locked(parent):
+    with contextlib.nullcontext() if locked else lock_folder(parent):
         for name in sorted(os.listdir(parent)):
             lock = _try_lock(parent / name) if name.startswith(PREFIX) else None
             if lock is None or lock < 0:
@@ -232,7 +232,7 @@ def _make(parent: Path, name: str) -> tuple[Path, int, list[str]]:
     """A new, locked folder under ``parent``; its path, the lock, and the names of dead runs that made way."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with _locked(parent):
+        with lock_folder(parent):
             reclaimed = reclaim(parent, locked=True)
             path = parent / name
             path.mkdir(mode=0o700)
@@ -247,8 +247,8 @@ def _make(parent: Path, name: str) -> tuple[Path, int, list[str]]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's own lock: nobody else creates or reclaims run folders in it meanwhile."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold the folder's own lock: nobody else makes or removes folders of ours in it meanwhile. Raises OSError."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiermem.errors import CheckpointError, SavingError
+from tiermem.folder import lock_folder
 
 PARTIAL = ".tiermem-partial-"
 _AT_FDCWD = -100
@@ -33,7 +34,7 @@ def published(path: Path, *, overwrite: bool) -> Iterator[Path]:
     _admit(path, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _held(path.parent):
+        with lock_folder(path.parent):
             _remove_dead(path.parent)
             folder = path.parent / f"{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
             folder.mkdir()
@@ -52,17 +53,6 @@ def published(path: Path, *, overwrite: bool) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    finally:
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def _held(parent: Path) -> Iterator[None]:
-    """Hold the folder's own lock: nobody else makes or removes partial folders in it meanwhile."""
-    lock = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(lock)
 

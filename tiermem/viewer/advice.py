@@ -45,7 +45,9 @@ def advice(summary: Summary, policy: object) -> str:
         return _late(summary, keys)
     if cause == Reason.NO_FRAME:
         tier = _fullest(summary)
-        return f"Raise [{tier}] budget, of which all was in use: there was no room for what came next."
+        use = summary.tiers.get(tier)
+        held = f", of which {use.peak / use.budget:.0%} was in use at most" if use and use.budget else ""
+        return f"Raise [{tier}] budget{held}: there was no room, in one piece, for what came next."
     if cause == Reason.DISK_BUSY:
         if _at(keys, "placement", "gradients") in (None, "disk"):
             return 'Set [placement] gradients = "host", or name a second disk in [disk] paths: writes hold reads up.'
