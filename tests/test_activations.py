@@ -99,7 +99,7 @@ def test_they_go_to_the_disk_and_come_back_once_each(wrapped: Any) -> None:
     stats = model.stats()["activations"]
     # Of each layer what tanh and the next linear have saved: two storages. The buffer, and the input, which lives on.
     assert stats["kept"] == 0
-    assert 3 * 16 - 1 <= stats["paged"] <= 3 * 16
+    assert stats["paged"] == 3 * 16
     assert stats["nbytes_paged"] == stats["paged"] * size
     assert stats["peak_saved"] == 16 * size
     assert stats["peak_in_memory"] <= 4 * size

@@ -29,7 +29,7 @@ from tiermem.transfer import Transfers
 
 _Storage: Any = torch.UntypedStorage
 
-MAX_UNTRIMMED = 64 << 20
+MAX_UNTRIMMED = 32 << 20
 """Bytes of activations, at least, after which malloc is asked to give back what has been freed of them."""
 
 
@@ -59,16 +59,15 @@ class Activations:
         self._by_storage: dict[int, list[Tie]] = {}
         self._in_memory: dict[int, Activation] = {}
         self._dead: deque[Tie] = deque()
-        self._exempt: frozenset[int] = frozenset()
+        self._exempt: dict[int, Any] = {}  # references, since who takes a dead one's place may have its address
         self._next = 0
         self._untrimmed = 0
         self._full = False  # has the disk no room for more of them?
 
     def exempt(self, buffers: Iterable[torch.Tensor]) -> None:
         """A forward begins: these tensors live on, whatever is saved of them."""
-        self._exempt = frozenset(
-            buffer.untyped_storage()._cdata for buffer in buffers if buffer.layout is torch.strided
-        )
+        storages = (buffer.untyped_storage() for buffer in buffers if buffer.layout is torch.strided)
+        self._exempt = {ref.cdata: ref for ref in map(StorageRef, storages)}
 
     # -- leaving --------------------------------------------------------------------------------------------
 
