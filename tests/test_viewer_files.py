@@ -117,6 +117,10 @@ def test_ranks_are_shown_together(browser, tmp_path: Path) -> None:
         page.click("#tab-units")
         page.wait_for_selector("#units button.name")
         page.select_option(".units-tab select", "1")
+        assert page.title() == "rank 0, rank 1 · tiermem trace"
+        for number, path in enumerate(paths):
+            page.select_option("#figures-of", str(number))
+            assert cards(page)["waiting"] == pytest.approx(summary_of(path)["stall_share"], abs=0.006)
         keep(page, "ranks")
 
 
@@ -138,7 +142,7 @@ def test_names_never_become_markup(browser, tmp_path: Path) -> None:
                 page.evaluate("() => tiermem.showUnit(0, 0)")
                 page.wait_for_selector("#unit h3")
                 assert page.inner_text("#unit h3") == HOSTILE[0]
-                assert page.title() == "tiermem trace"
+                assert page.title() == "<b>run.trace · tiermem trace"
                 assert page.locator("img, #app script, b >> text=run").count() == 0
                 text = page.inner_text("body")
                 assert "\u202e" not in text
@@ -181,6 +185,7 @@ def test_damage_is_told_and_what_is_whole_is_shown(browser, path: Path, tmp_path
     with serving(cut) as server, showing(browser, server.url) as page:
         settle(page)
         assert summary_of(cut)["damage"] in page.inner_text("#problems")
+        assert page.inner_text("#state").startswith("damaged")
         assert cards(page)["step, mean"] > 0
         check_figures(page, cut)
 
@@ -189,11 +194,35 @@ def test_an_empty_trace_says_so(browser, tmp_path: Path) -> None:
     path = Writer(tmp_path / "run.trace", names=[]).close()
     with serving(path) as server, showing(browser, server.url) as page:
         assert "nothing is recorded" in page.inner_text("#problems")
-        page.click("#tab-stalls")
-        assert "Nobody waited" in page.inner_text("#stalls")
+        for name in ("timeline", "units", "stalls"):
+            page.click(f"#tab-{name}")
+            assert "Nothing is recorded in this trace." in page.inner_text("#panel .state")
+
+
+def test_an_empty_trace_that_is_followed_fills(browser, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run.trace")
+    with serving(writer.path, follow=True) as server, showing(browser, server.url) as page:
+        assert "goes on by itself" in page.inner_text("#panel .state")
+        writer.write(1)
+        writer.trace.flush()
+        page.wait_for_selector("#timeline")
+        settle(page)
+        assert totals(page)["stalls"] == pytest.approx(summary_of(writer.path)["stall_s"], rel=ROUNDED)
+    writer.trace.close()
+
+
+def test_long_and_empty_names_can_be_told_apart(browser, tmp_path: Path) -> None:
+    names = ["encoder." + "very_long_module_name_" * 8 + str(number) for number in range(2)]
+    path = Writer(tmp_path / "run.trace", names=["", *names]).write(1).close()
+    with serving(path) as server, showing(browser, server.url) as page:
         page.click("#tab-units")
-        page.wait_for_selector("#units td")
-        assert "names no units" in page.inner_text("#units")
+        page.wait_for_selector("#units button.name")
+        assert "(no name)" in page.inner_text("#units tbody tr:first-child")
+        for button in page.locator("#units button.name").all():
+            box, cell = button.bounding_box(), button.locator("xpath=..").bounding_box()
+            assert box["width"] > 30
+            assert box["x"] + box["width"] <= cell["x"] + cell["width"]
+        assert page.locator(f'#units button[title="{names[1]}"]').count() == 1
 
 
 def test_a_model_of_very_many_units_and_deep_names_is_shown(browser, tmp_path: Path) -> None:

@@ -268,6 +268,11 @@ def test_a_click_on_a_stall_goes_there(page, path: Path) -> None:
     )
     low, high = view(page)
     assert low < begin < high < begin + 10 * stalls[1]["seconds"] * 1e9
+    text = page.inner_text("#span")
+    assert all(part in text for part in (stalls[1]["unit"], stalls[1]["reason"], "disk → host"))
+    takes = re.search(r"takes\s+(\S+ \S+)", text)
+    assert takes
+    assert number(takes[1]) == pytest.approx(stalls[1]["seconds"], rel=ROUNDED)
 
 
 def test_stalls_are_sorted_searched_and_chosen_by_cause(page, path: Path) -> None:

@@ -123,6 +123,9 @@ def test_what_to_change_follows_from_the_first_cause(tmp_path: Path, cause: Reas
     assert next(iter(figures.stalls_by_reason)) == REASON_WORDS[cause]
     assert figures.stall_share > 0.05
     assert told in advice(figures, None)
+    if cause in (Reason.COLLECTIVE, Reason.UPDATE):
+        # The made-up steps wait for the disk too, which a first cause without a link has nothing to do with.
+        assert "disk" not in figures.verdict
 
 
 def test_what_to_change_looks_at_the_policy(tmp_path: Path) -> None:

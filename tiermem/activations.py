@@ -59,7 +59,7 @@ class Activations:
         self._by_storage: dict[int, list[Tie]] = {}
         self._in_memory: dict[int, Activation] = {}
         self._dead: deque[Tie] = deque()
-        self._exempt: dict[int, Any] = {}  # references, since who takes a dead one's place may have its address
+        self._exempt: dict[int, Any] = {}  # with references, so that no new storage gets a dead one's address
         self._next = 0
         self._untrimmed = 0
         self._full = False  # has the disk no room for more of them?

@@ -137,7 +137,6 @@ def summarise(trace: TraceFile, top: int = 10) -> Summary:
     """
     figures = _Figures(trace, top)
     stalls_by_reason = {REASON_WORDS[Reason(key[1])]: s for key, s in figures.unions.named("reason")}
-    stalls_by_link = {_link_name(*key[1:]): s for key, s in figures.unions.named("stall link")}
     phases = {phase.name.lower(): figures.phase(phase) for phase in Phase}
     durations = figures.durations / 1e9
     step_s = float(durations.sum())
@@ -146,7 +145,7 @@ def summarise(trace: TraceFile, top: int = 10) -> Summary:
     counts = figures.counts
     return Summary(
         path=str(trace.path),
-        state="closed" if trace.closed else "being written" if trace.live else "not closed",
+        state=_state(trace),
         damage=trace.damage,
         num_records=len(trace.records),
         num_units=len(trace.units),
@@ -173,7 +172,7 @@ def summarise(trace: TraceFile, top: int = 10) -> Summary:
         tiers=_tiers(trace),
         failures=int(counts[Event.FAILED]),
         departures=int(counts[Event.DEPARTURE]),
-        verdict=_verdict(len(durations), share, stalls_by_reason, stalls_by_link, links),
+        verdict=_verdict(len(durations), share, *figures.first_cause(), links),
     )
 
 
@@ -225,15 +224,25 @@ class _Figures:
             add(("compute or stall in", phase), compute[compute["phase"] == phase], waits)
             add(("optimizer in", phase), optimizer[optimizer["phase"] == phase])
         for reason in np.unique(stalls["reason"]):
-            add(("reason", int(reason)), stalls[stalls["reason"] == reason])
-        for source, target, waits in _by_link(stalls):
-            add(("stall link", source, target), waits)
+            waits = stalls[stalls["reason"] == reason]
+            add(("reason", int(reason)), waits)
+            for source, target, over in _by_link(waits):
+                add(("reason over", int(reason), source, target), over)
         for source, target, moves in _by_link(piece[having(piece, _TRANSFERS)]):
             add(("link", source, target), moves)
             sums = np.zeros(len(self._kinds.names) + 1, np.int64)
             np.add.at(sums, self._kinds.of(moves["page"]), moves["nbytes"])
             count, before = self._carried.get((source, target), (0, np.zeros_like(sums)))
             self._carried[source, target] = (count + len(moves), before + sums)
+
+    def first_cause(self) -> tuple[str, str]:
+        """What was waited for longest, in words, and for which link; empty where for nothing, or for none."""
+        causes = self.unions.named("reason")
+        if not causes:
+            return "", ""
+        cause = causes[0][0][1]
+        over = (key[2:] for key, _ in self.unions.named("reason over") if key[1] == cause)
+        return REASON_WORDS[Reason(cause)], next((_link_name(*link) for link in over), "")
 
     def phase(self, phase: Phase) -> PhaseTime:
         """The time of one phase."""
@@ -322,25 +331,23 @@ def _stall(trace: TraceFile, stall: Any) -> Stall:
     )
 
 
-def _verdict(
-    num_steps: int,
-    share: float,
-    reasons: Mapping[str, float],
-    stalls_by_link: Mapping[str, float],
-    links: Sequence[Link],
-) -> str:
-    """One sentence: what bounds the run."""
+def _state(trace: TraceFile) -> str:
+    if trace.damage:
+        return "damaged"
+    return "closed" if trace.closed else "being written" if trace.live else "not closed"
+
+
+def _verdict(num_steps: int, share: float, cause: str, over: str, links: Sequence[Link]) -> str:
+    """One sentence: what bounds the run. ``over`` is the link that the first ``cause`` was waited for on, if any."""
     if num_steps == 0:
         return "no step was finished: there is nothing to judge yet"
-    if share < 0.05 or not reasons:
+    if share < 0.05 or not cause:
         return f"bound by computation: waiting takes {share:.1%} of the step time"
-    cause = next(iter(reasons))
-    if not stalls_by_link:
-        return f"waiting takes {share:.1%} of the step time, most of it: {cause}"
-    worst = max(stalls_by_link, key=lambda name: stalls_by_link[name])
-    rates = [link for link in links if _link_name_of(link) == worst]
+    if not over:
+        return f"waiting takes {share:.1%} of the step time; first cause: {cause}"
+    rates = [link for link in links if _link_name_of(link) == over]
     speed = f", which carried {rates[0].bandwidth / 1e6:,.0f} MB/s while busy" if rates else ""
-    return f"waiting takes {share:.1%} of the step time, most of it for {worst}{speed}; first cause: {cause}"
+    return f"waiting takes {share:.1%} of the step time, most of it for {over}{speed}; first cause: {cause}"
 
 
 def _link_name_of(link: Link) -> str:

@@ -1,8 +1,15 @@
 // What is said at a glance: the run, its verdict and what to change, and where the time and the bytes are.
 
-import { el, refill } from "./dom.js";
+import { el, refill, visible } from "./dom.js";
 import { formatBytes, formatCount, formatLink, formatRate, formatSeconds, formatShare } from "./format.js";
 import { isUpward, palette } from "./palette.js";
+
+const MOST_VERDICTS = 4; // more are folded, but for the rank that waited least and the one that waited most
+
+/** The run that waited least: the other ranks waited for it. */
+function leastWaiting(runs) {
+  return runs.reduce((a, b) => (b.summary.stall_s < a.summary.stall_s ? b : a));
+}
 
 function card(title, figure, more, bar = null) {
   return el(
@@ -63,7 +70,7 @@ function cardsOf(run) {
   const tiers = Object.entries(summary.tiers).filter(([, use]) => use.peak);
   return [
     card(
-      run.label ? `step, mean (${run.label})` : "step, mean",
+      "step, mean",
       steps.count ? formatSeconds(steps.mean_s) : "–",
       `${formatCount(steps.count)} steps, median ${formatSeconds(steps.median_s)}`,
     ),
@@ -97,6 +104,15 @@ export class Header {
     this.problems = el("div", { id: "problems", role: "alert" });
     this.verdicts = el("div", { id: "verdict" });
     this.cards = el("div", { class: "cards" });
+    this.chosen = null; // the rank whose figures are shown; null for the one that waited least
+    this.pick = el("select", {
+      id: "figures-of",
+      onchange: () => {
+        this.chosen = this.pick.value === "" ? null : Number(this.pick.value);
+        this.render();
+      },
+    });
+    this.whose = el("label", { class: "whose dim", hidden: true }, "Figures of ", this.pick);
     const theme = el(
       "button",
       { type: "button", id: "theme", onclick: () => app.switchTheme(), title: "Dark or light" },
@@ -122,6 +138,7 @@ export class Header {
       ),
       this.problems,
       this.verdicts,
+      this.whose,
       this.cards,
     );
   }
@@ -130,6 +147,7 @@ export class Header {
     const { session } = this.app;
     const { runs } = session;
     const several = runs.length > 1;
+    document.title = `${visible(several ? runs.map((run) => run.label).join(", ") : runs[0].name)} · tiermem trace`;
     this.name.textContent = "";
     this.name.append(el("span", {}, several ? `${runs.length} traces ${session.clocks}` : runs[0].path));
     const states = [...new Set(runs.map((run) => run.summary.state))];
@@ -137,14 +155,43 @@ export class Header {
     this.state.textContent = `${states.join(", ")} · ${formatCount(records)} records`;
     this.state.classList.toggle("live", session.follow && runs.some((run) => run.live));
     refill(this.problems, ...this.told().map((text) => el("p", {}, text)));
-    refill(this.verdicts, ...runs.map((run) => this.verdict(run)));
-    const shown = session.mode === "ranks" ? [this.awaited()] : runs.slice(0, 1);
-    refill(this.cards, ...(session.mode === "compare" ? [] : shown.flatMap(cardsOf)));
+    this.renderVerdicts();
+    this.whose.hidden = session.mode !== "ranks";
+    if (session.mode === "compare") refill(this.cards);
+    else refill(this.cards, ...cardsOf(session.mode === "ranks" ? this.rank() : runs[0]));
   }
 
-  /** The rank that waited least: the others waited for it. */
-  awaited() {
-    return this.app.session.runs.reduce((a, b) => (b.summary.stall_s < a.summary.stall_s ? b : a));
+  /** The rank whose figures are shown; all of them can be chosen. */
+  rank() {
+    const { runs } = this.app.session;
+    const awaited = leastWaiting(runs);
+    refill(
+      this.pick,
+      el("option", { value: "" }, `${awaited.label}, which waited least`),
+      ...runs.map((run, number) => el("option", { value: number }, run.label)),
+    );
+    this.pick.value = this.chosen === null ? "" : String(this.chosen);
+    return this.chosen === null ? awaited : runs[this.chosen];
+  }
+
+  renderVerdicts() {
+    const { runs } = this.app.session;
+    if (runs.length <= MOST_VERDICTS) {
+      refill(this.verdicts, ...runs.map((run) => this.verdict(run)));
+      return;
+    }
+    const ends = [leastWaiting(runs), runs.reduce((a, b) => (b.summary.stall_s > a.summary.stall_s ? b : a))];
+    const open = this.verdicts.querySelector("details")?.open;
+    refill(
+      this.verdicts,
+      ...[...new Set(ends)].map((run) => this.verdict(run)),
+      el(
+        "details",
+        { open },
+        el("summary", {}, `All ${formatCount(runs.length)} ranks`),
+        ...runs.map((run) => this.verdict(run)),
+      ),
+    );
   }
 
   told() {

@@ -99,6 +99,10 @@ class App {
         }
       });
       this.take();
+      if (this.empty && this.session.runs.some((run) => run.num_records)) {
+        this.view.fit();
+        this.open(this.shown);
+      }
       // What somebody goes through with the keys isn't taken from under them.
       const inUse = this.panel.querySelector("tbody :focus");
       if (this.shown === "stalls" && !inUse) this.tabs.stalls.render();
@@ -128,14 +132,31 @@ class App {
   open(name) {
     this.shown = name;
     const tab = this.tabs[name];
-    refill(this.panel, tab.element);
+    this.empty = this.session.runs.every((run) => !run.num_records);
+    refill(this.panel, this.empty ? this.nothing() : tab.element);
     for (const button of this.bar.children) {
       button.setAttribute("aria-selected", String(button.id === `tab-${name}`));
     }
     this.panel.setAttribute("aria-labelledby", `tab-${name}`);
+    if (this.empty) return;
     if (tab.load) this.report(tab.load());
     else tab.render?.();
     this.moved();
+  }
+
+  /** What stands in the place of each view as long as nothing is recorded. */
+  nothing() {
+    const { follow } = this.session;
+    const next = follow
+      ? "This page goes on by itself as soon as there is a record."
+      : "A run writes its first records when its model is first called. Start the viewer with --follow to see them come.";
+    return el(
+      "p",
+      { class: "state" },
+      el("strong", {}, "Nothing is recorded in this trace."),
+      el("br"),
+      next,
+    );
   }
 
   /** Show a promise's failure to people. */
@@ -160,7 +181,27 @@ class App {
     this.open("timeline");
     this.view.select(begin, end);
     this.view.focus(begin, end, 2);
+    this.tabs.timeline.choose(this.spanOf(stall));
     this.tabs.timeline.canvas.focus({ preventScroll: true });
+  }
+
+  /** A stall of the table as the span that it is in its lane. */
+  spanOf(stall) {
+    const { runs, tiers, reasons } = this.session;
+    const run = runs[stall.number];
+    const [source, target] = stall.link ? stall.link.split("->") : [tiers[0], tiers[0]];
+    return {
+      start: stall.at_s * 1e9 + run.zero,
+      duration: stall.seconds * 1e9,
+      unit: run.units.indexOf(stall.unit),
+      page: stall.page,
+      step: stall.step,
+      link: tiers.indexOf(source) * tiers.length + tiers.indexOf(target),
+      nbytes: 0,
+      reason: Number(Object.keys(reasons).find((code) => reasons[code] === stall.reason)),
+      row: run.rows.find((row) => row.key === "stall"),
+      number: stall.number,
+    };
   }
 
   key(event) {

@@ -93,7 +93,9 @@ export class Stalls {
         sums[reason] = (sums[reason] ?? 0) + seconds;
       }
     }
-    const all = Object.values(sums).reduce((sum, each) => sum + each, 0) || 1;
+    const runs = this.app.session.runs;
+    const all = runs.reduce((sum, run) => sum + run.summary.stall_s, 0) || 1;
+    const overlap = Object.values(sums).reduce((sum, each) => sum + each, 0) / all > 1.001;
     refill(
       this.causes,
       ...Object.entries(sums).map(([reason, seconds]) => {
@@ -112,6 +114,9 @@ export class Stalls {
           el("span", { class: "dim" }, formatShare(seconds / all)),
         );
       }),
+      overlap
+        ? el("p", { class: "dim" }, `Together ${formatSeconds(all)}: waits of several threads overlap.`)
+        : null,
     );
   }
 

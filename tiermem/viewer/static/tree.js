@@ -1,6 +1,7 @@
 // The tree of units: it follows the modules' names, and sums up.
 
 const DEEPEST = 40;
+const NAMELESS = "(no name)";
 const SUMS = [
   "nbytes",
   "num_pages",
@@ -27,7 +28,7 @@ export function plant(units) {
     for (const part of partsOf(unit.name)) {
       path = path ? `${path}.${part}` : part;
       if (!node.children.has(part)) {
-        node.children.set(part, { name: path, label: part, children: new Map(), unit: null });
+        node.children.set(part, { name: path, label: part || NAMELESS, children: new Map(), unit: null });
       }
       node = node.children.get(part);
     }

@@ -10,6 +10,7 @@ import { steer } from "./view.js";
 const ROW = 20;
 const MOST_ROWS = 2000;
 const WHOLE = 35;
+const DEEPEST = 7;
 const COLUMNS = [
   ["size", "bytes of its pages"],
   ["faults", "times a page was asked for and was not there"],
@@ -148,7 +149,7 @@ export class Units {
             type: "button",
             class: "toggle",
             "aria-expanded": String(this.open.has(node.name)),
-            "aria-label": `Parts of ${node.name}`,
+            "aria-label": `Parts of ${node.name || node.label}`,
             onclick: () => this.toggle(node.name),
           },
           this.open.has(node.name) ? "▾" : "▸",
@@ -161,7 +162,7 @@ export class Units {
       node.label,
     );
     const first = el("td", { class: "text" }, toggle, name);
-    first.style.paddingLeft = `${4 + 14 * depth}px`;
+    first.style.paddingLeft = `${4 + 14 * Math.min(depth, DEEPEST)}px`; // deeper ones leave no room for names
     const element = el(
       "tr",
       { class: this.chosen === node.name ? "chosen" : "" },
@@ -255,7 +256,7 @@ export class Units {
     const pages = this.figures.pages.filter((page) => node.units.includes(page.unit));
     refill(
       this.detail,
-      el("h3", {}, node.name),
+      el("h3", {}, node.name || node.label),
       el("dl", {}, ...facts.flatMap(([what, figure]) => [el("dt", {}, what), el("dd", {}, figure)])),
       this.pages(pages),
     );
