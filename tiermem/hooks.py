@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext
 from functools import partial
 from time import perf_counter_ns as now
 from types import FrameType
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from tiermem.calls import Calls, Entry, Pass, Stack
 from tiermem.commits import Commits
@@ -35,7 +35,7 @@ from tiermem.steps import Steps
 from tiermem.trace import Event
 from tiermem.unit import Group, Unit
 from tiermem.uses import Uses
-from tiermem.views import Views
+from tiermem.views import Views, tensors_in
 
 _CALL_FILE = nn.Module.__call__.__code__.co_filename
 
@@ -277,7 +277,7 @@ class Hooks:
         if torch.is_grad_enabled():
             for node in _nodes(output):
                 node.register_prehook(self._enters[unit.number])
-            for node in _nodes((args, kwargs)):
+            for node in _nodes((args, kwargs) if kwargs else args):
                 node.register_prehook(self._leaves[unit.number])
         return output
 
@@ -350,10 +350,12 @@ class Hooks:
         return had
 
     def _landed(self, group: Group, index: int, parameter: torch.Tensor) -> None:
-        with self.door.hold(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with self.door.hold(), torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            self.gradients.land(group, index, gradient)
+            # A context only where it is needed, in a backward that is differentiated: this runs for every tensor.
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                self.gradients.land(group, index, gradient)
 
     # -- the owner of the parameters, see parameter.Owner -------------------------------------------------------
 
@@ -413,7 +415,7 @@ def _nodes(tree: Any) -> list[Any]:
     """The autograd nodes that made the tensors in a nest of outputs or inputs, each once."""
     nodes = {
         id(leaf.grad_fn): leaf.grad_fn
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None
+        for leaf in tensors_in(tree)
+        if leaf.requires_grad and leaf.grad_fn is not None
     }
     return list(nodes.values())

@@ -50,13 +50,20 @@ _owners: dict[int, Owner] = {}
 def own(parameter: torch.Tensor, owner: Owner, kind: type[PagedParameter] | None = None) -> None:
     """From now on touches of ``parameter`` (or of a buffer) go to ``owner``."""
     _owners[id(parameter)] = owner
-    parameter.__class__ = kind or (PagedParameter if isinstance(parameter, nn.Parameter) else PagedBuffer)
+    parameter.__class__ = kind or classes_of(parameter)[1]
 
 
 def disown(parameter: torch.Tensor) -> None:
     """Make it an ordinary parameter, or buffer, again."""
-    parameter.__class__ = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
+    parameter.__class__ = classes_of(parameter)[0]
     _owners.pop(id(parameter), None)
+
+
+def classes_of(parameter: torch.Tensor) -> tuple[type[torch.Tensor], type[torch.Tensor]]:
+    """What it is with its bytes in place, and what without. Who owns it may switch between these by assignment."""
+    if isinstance(parameter, nn.Parameter):
+        return nn.Parameter, PagedParameter
+    return torch.Tensor, PagedBuffer
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:

@@ -18,6 +18,7 @@ from torch import nn
 from tiermem.errors import ConfigError
 from tiermem.page import ALIGNMENT, Frame, Kind, Page
 from tiermem.pageable import admit, dense_stride, is_compute, nbytes_of, tensors_of
+from tiermem.parameter import classes_of
 from tiermem.partition import ALONE, Partition
 from tiermem.table import PageTable
 from tiermem.tier import Tier, aligned
@@ -71,6 +72,7 @@ class Group:
     ) -> None:
         self.unit = unit
         self.fields = tuple(fields)
+        self.classes = [(field.parameter, *classes_of(field.parameter)) for field in fields]
         self.numel = numel
         self.parameter = parameter
         self.gradient = gradient

@@ -11,7 +11,7 @@ used by one autograd node, can have a frame overwritten that somebody still read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from tiermem.door import Door
 from tiermem.errors import PagingError
 from tiermem.page import Frame, Page, State
 from tiermem.pager import Pager
-from tiermem.parameter import Owner, PagedView, disown, own
+from tiermem.parameter import Owner, PagedView
 from tiermem.policies import Phase
 from tiermem.tier import Tier
 from tiermem.unit import Group
@@ -95,6 +95,15 @@ class Copied(torch.autograd.Function):
         return gradient
 
 
+def tensors_in(tree: Any) -> Iterable[torch.Tensor]:
+    """The tensors in a nest of arguments or results; at once where it is one tensor, or a tuple of them."""
+    if isinstance(tree, torch.Tensor):
+        return (tree,)
+    if type(tree) is tuple and all(isinstance(each, torch.Tensor) for each in tree):
+        return tree
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 class Foreign:
     """Our saved-tensor hooks on top of somebody else's: theirs see ordinary tensors, and stand-ins for frames."""
 
@@ -139,8 +148,8 @@ class Views:
         group.bind(self.tier, self._frame(group.parameter))
         group.num_open += 1
         if group.num_open == 1:
-            for field in group.fields:
-                disown(field.parameter)
+            for parameter, ordinary, _ in group.classes:
+                parameter.__class__ = ordinary
 
     def close(self, group: Group) -> None:
         """Undo one :meth:`open`, before the page is unpinned; notices what was written meanwhile."""
@@ -148,12 +157,12 @@ class Views:
         if group.num_open:
             return
         changed = False
-        for index, field in enumerate(group.fields):
-            version = field.parameter._version
+        for index, (parameter, _, paged) in enumerate(group.classes):
+            version = parameter._version
             if version != group.versions[index]:
                 self._wrote(group, index, version)
                 changed = True
-            own(field.parameter, self.owner)
+            parameter.__class__ = paged
         if changed:
             self.pager.commit(group.parameter)
 
@@ -213,6 +222,8 @@ class Views:
         off and left its own: then that one goes.
         """
         ended = [context for context in left if context is not None]
+        if not ended:
+            return
         mine = [context.pack_hook for context in ended]
         mine += [pack.__self__.theirs for pack in mine if isinstance(pack.__self__, Foreign)]
         get_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -293,7 +304,7 @@ class Views:
         One with a gradient is an activation, and a copy; nobody could write to the weight through it. Another one is a
         view that pins the page.
         """
-        if all(self.tier_of(leaf) is None for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+        if all(self.tier_of(leaf) is None for leaf in tensors_in(output)):
             return output
         return tree_map_only(torch.Tensor, self._keep, output)
 
