@@ -20,6 +20,8 @@ from tests.models import BY_NAME, CASES
 from tests.parity import adamw, assert_equal, build, reference, same, train
 from tiermem import budget
 from tiermem.aio import FaultyQueue, open_queue
+from tiermem.trace.reader import TraceFile
+from tiermem.trace.summary import summarise
 
 GPT_CASE = BY_NAME["gpt"]
 
@@ -106,6 +108,30 @@ def test_they_go_to_the_disk_and_come_back_once_each(wrapped: Any) -> None:
     written, read = moved(model)
     assert 3 * 13 * size <= written <= 3 * 16 * size
     assert read <= written
+
+
+def test_their_moves_are_in_the_trace(wrap: Wrap, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, x = Deep(), torch.randn(512, 32)
+    monkeypatch.setattr(budget, "arena", lambda capacity, total, need, share: 3 * x.nbytes)
+    placement = {"activations": "disk", "activation_size": 1024}
+    model = wrap(net, host="8MiB", placement=placement, trace={"file": str(disk / "run.trace")})
+    optimizer = adamw(model)
+    for _ in range(3):
+        step(model, x)
+        optimizer.step()
+    written, read = moved(model)
+    budgets = model.stats()["tiers"]["host"]
+    model.close()
+    with TraceFile(disk / "run.trace") as trace:
+        figures = summarise(trace)
+        assert trace.units[-1] == "(activations)"
+    links = {link.target: link.by_kind for link in figures.links}
+    assert (links["disk"]["activation"], links["host"]["activation"]) == (written, read)
+    # In the trace both slabs are one: the most of their sum is at most the sum of what each held at most.
+    assert 3 * x.nbytes < figures.tiers["host"].peak <= budgets["peak"]
+    assert figures.phases["backward"].stall_s > 0
+    assert figures.slowest_stalls[0].unit == "(activations)"
 
 
 def test_where_they_all_fit_nothing_is_written(wrapped: Any) -> None:

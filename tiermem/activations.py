@@ -23,7 +23,7 @@ from tiermem.errors import BudgetError
 from tiermem.page import Frame, Kind, Page, State
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
-from tiermem.trace import Reason
+from tiermem.trace import Phase, Reason
 from tiermem.trace import Tier as At
 from tiermem.transfer import Transfers
 
@@ -89,6 +89,7 @@ class Activations:
         if torch._C._current_graph_task_id() != -1:
             return None  # made in a backward that needs it now
         with self._door:
+            self._moves.phase = Phase.FORWARD
             self._collect()
             holder = self._holder(storage._cdata, tensor)
             if holder is None:
@@ -258,6 +259,7 @@ class Activations:
                 f"{saved.version}"
             )
         with self._door:
+            self._moves.phase = Phase.BACKWARD
             self._collect()
             storage = _Storage._new_with_weak_ptr(activation.storage.cdata)
             if storage is None:

@@ -40,7 +40,7 @@ from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run,
 from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
-from tiermem.trace import AnyTrace, NullTrace, PageInfo, Reason, Trace
+from tiermem.trace import AnyTrace, NullTrace, PageInfo, Pooled, Reason, Trace
 from tiermem.transfer import Transfers
 from tiermem.unit import Group, Unit, build_units, find_units
 
@@ -152,7 +152,7 @@ class Runtime:
         if config.trace.file is not None:
             whole = disk.whole if disk is not None else None
             self.limits = measure_limits(config, whole, host, device_tier, self.device)
-        self.trace: AnyTrace = self._trace()
+        self.trace: AnyTrace = self._trace(arena)
         stack.callback(self.trace.close)
         checksums = None
         if self.queue is not None and config.integrity.checksums:
@@ -190,8 +190,10 @@ class Runtime:
         self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door, self.partition)
         if arena:
             tier = self._host("activations", arena, stack)
+            told = self.trace
+            pooled = told if isinstance(told, NullTrace) else Pooled(told, len(self.units), len(self.table))
             moves = Transfers(
-                tier, None, self.disk, self.queue, self.device, NullTrace(), self.pager.counters, checksums
+                tier, None, self.disk, self.queue, self.device, pooled, self.pager.counters, checksums
             )
             least = config.placement.activation_size.resolve(0)
             self.hooks.views.activations = Activations(tier, moves, self.device, self.door, least, sinking)
@@ -380,7 +382,7 @@ class Runtime:
             return Ahead(nbytes=ahead.resolve(0))
         return Ahead(accesses=ahead if isinstance(ahead, int) else None)
 
-    def _trace(self) -> AnyTrace:
+    def _trace(self, arena: int) -> AnyTrace:
         if self.config.trace.file is None:
             return NullTrace()
         groups = {page.number: group for group, page in self._pages()}
@@ -393,9 +395,11 @@ class Runtime:
         if self.peers is not None:
             meta |= {"rank": self.partition.rank, "world": self.partition.world}
             file = file.with_name(f"{file.stem}.{self.partition.rank}{file.suffix}")
+        kind = Kind.ACTIVATION.name.lower()
+        pool = [PageInfo(len(self.table), len(self.units), kind, "uint8", arena)] if arena else []
         return Trace.create(
             file,
-            units=[unit.name for unit in self.units],
+            units=[unit.name for unit in self.units] + ["(activations)"] * len(pool),
             pages=[
                 PageInfo(
                     page.number,
@@ -406,7 +410,8 @@ class Runtime:
                     tuple(field.name for field in groups[page.number].fields),
                 )
                 for page in self.table
-            ],
+            ]
+            + pool,
             budgets=self.budgets,
             meta=meta,
         )

@@ -25,7 +25,7 @@ from tiermem.ranks import Request
 from tiermem.shelf import Shelf
 from tiermem.stats import Counters, Link
 from tiermem.tier import Tier
-from tiermem.trace import AnyTrace, Event, NullTrace, Phase, Reason
+from tiermem.trace import AnyTrace, Event, NullTrace, Phase, Pooled, Reason
 from tiermem.trace import Tier as At
 
 ARROW = {
@@ -77,7 +77,7 @@ class Transfers:
         disk: Disk | None,
         queue: Queue | None,
         copier: Device,
-        trace: AnyTrace,
+        trace: AnyTrace | Pooled,
         counters: Counters | None = None,
         checksums: Checksums | None = None,
     ) -> None:

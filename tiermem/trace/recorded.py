@@ -104,6 +104,9 @@ def _measured(
     sizes: Mapping[int, int],
     kinds: Mapping[int, str],
 ) -> Recorded:
+    # Activations move beside the plan: what is waited for them is computing to it.
+    beside = [number for number, kind in kinds.items() if kind == "activation"]
+    records = records[~np.isin(records["page"], beside)]
     steps = records[records["event"] == Event.STEP][-MAX_STEPS:]
     requests = records[having(records, (Event.HIT, Event.FAULT))]
     stalls = records[records["event"] == Event.STALL]
