@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import tiermem
 from tests.conftest import Wrap
 from tests.models import BY_NAME, CASES, GPT, Albert, Block, ConvNet
 from tests.parity import adamw, assert_equal, build, reference, train
+from tiermem.pageable import is_dense
 from tiermem.unit import find_units
 
 ROOMY = 1 << 30
@@ -140,3 +142,18 @@ def test_the_smallest_budget_that_a_refusal_names_is_accepted(
     name: str, dtype: torch.dtype, three: bool, wrap: Wrap
 ) -> None:
     wrap(build(BY_NAME[name], dtype), host="smallest", device="smallest", three=three)
+
+
+def test_dense_is_what_torch_calls_dense() -> None:
+    for own in itertools.product(range(4), repeat=3):
+        for order in itertools.permutations(range(3)):
+            tensor = torch.empty([own[i] for i in order]).permute([order.index(i) for i in range(3)])
+            for each in (
+                tensor,
+                tensor[..., ::2],
+                tensor[:1],
+                tensor[:, :, :1],
+                tensor.unsqueeze(0).expand(2, -1, -1, -1),
+            ):
+                expected = torch.empty_like(each).stride() == each.stride()
+                assert is_dense(each.shape, each.stride()) == expected, (each.shape, each.stride())

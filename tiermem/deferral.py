@@ -22,6 +22,7 @@ from torch.multiprocessing import reductions
 
 from tiermem.errors import PagingError
 from tiermem.loan import Loans
+from tiermem.pageable import is_dense
 from tiermem.parameter import DeferredParameter, PagedView, disown, own, owner_of
 from tiermem.recipe import Call, FromSpill, Recipe
 from tiermem.spill import Spill, flat
@@ -122,7 +123,7 @@ class Deferral:
             and not parameter.is_inference()
             and parameter.numel()
             and parameter.nbytes >= SMALL
-            and torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+            and is_dense(parameter.shape, parameter.stride())
         ):
             ref = self._empties.get(parameter.untyped_storage()._cdata)
             self.defer(parameter, ref is not None and not ref.expired() and parameter._version == 0)
@@ -355,7 +356,7 @@ class Deferral:
                 parameter.data = own_
                 return
             tie, deferred = self._deferred[id(parameter)]
-            dense = torch.empty_like(own_, device="meta").stride() == own_.stride()
+            dense = is_dense(own_.shape, own_.stride())
             own_ = own_ if dense else own_.contiguous()
             fresh = Deferred(own_)
             fresh.content, fresh.told, fresh.recipe = own_, False, Recipe(deferred.recipe.base)

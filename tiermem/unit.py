@@ -6,7 +6,7 @@ is small, or belongs to no unit, is together in the *resident* unit, which stays
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
@@ -17,7 +17,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.page import ALIGNMENT, Frame, Kind, Page
-from tiermem.pageable import admit, dense_stride, is_compute, nbytes_of, tensors_of
+from tiermem.pageable import admit, is_compute, nbytes_of, tensors_of
 from tiermem.parameter import classes_of
 from tiermem.partition import ALONE, Partition
 from tiermem.table import PageTable
@@ -203,22 +203,27 @@ def find_units(net: nn.Module, patterns: Sequence[str], limit: int) -> dict[str,
 
 
 def _matching(net: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    def match(name: str, pattern: str) -> bool:
-        names, wanted = name.split("."), pattern.split(".")
-        return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
-
     modules = {name: module for name, module in net.named_modules(remove_duplicate=False) if name}
-    idle = [pattern for pattern in patterns if not any(match(name, pattern) for name in modules)]
+    matched = {pattern: _matched(pattern, modules) for pattern in patterns}
+    idle = [pattern for pattern, names in matched.items() if not names]
     if idle:
         names = ", ".join(list(modules)[:8])
         raise ConfigError(
             f"policy.units: {idle!r} match no module; there are {names}, ... (* stands for one level)"
         )
-    matching = {
-        name: module for name, module in modules.items() if any(match(name, pattern) for pattern in patterns)
-    }
+    wanted = set().union(*matched.values())
+    matching = {name: module for name, module in modules.items() if name in wanted}
     first = {id(module): name for name, module in reversed(matching.items())}
     return {name: module for name, module in matching.items() if first[id(module)] == name}
+
+
+def _matched(pattern: str, names: Collection[str]) -> set[str]:
+    """Those of the qualified names that the pattern, level by level, matches."""
+    if not any(letter in pattern for letter in "*?["):
+        return {pattern} if pattern in names else set()
+    levels = pattern.split(".")
+    split = ((name, name.split(".")) for name in names)
+    return {name for name, each in split if len(each) == len(levels) and all(map(fnmatchcase, each, levels))}
 
 
 def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module]) -> None:
@@ -296,11 +301,13 @@ def build_units(
             inside = (p for m in _own_modules(unit.module, by_module) for _, p in tensors_of(m))
             uses |= dict.fromkeys(home[id(parameter)] for parameter in inside)
         unit.uses = [group for group in uses if unit.resident or group.unit != 0]
-        unit.outer = frozenset(
-            other.number
-            for other in units[1:]
-            if other is not unit and any(module is unit.module for module in other.module.modules())
-        )
+    outer: dict[int, set[int]] = {id(unit.module): set() for unit in units[1:]}
+    for unit in units[1:]:
+        for module in unit.module.modules():
+            if module is not unit.module and id(module) in outer:
+                outer[id(module)].add(unit.number)
+    for unit in units[1:]:
+        unit.outer = frozenset(outer[id(unit.module)])
     return units
 
 
@@ -341,7 +348,7 @@ def _group(
     for parameter in parameters:
         numel = parameter.numel()
         size = tuple(parameter.shape)
-        stride = dense_stride(parameter)
+        stride = tuple(parameter.stride())
         fields.append(Field(names[id(parameter)], parameter, offset, numel, size, stride))
         offset += aligned(numel, dtype)
 
