@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.viewer_traces import MS, NBYTES, Writer
 from tiermem.trace import Event, Phase, Reason, Tier
+from tiermem.trace.errors import TraceError
 from tiermem.trace.reader import TraceFile
 from tiermem.viewer import index as index_module
 from tiermem.viewer import tiles as tiles_module
@@ -235,6 +237,27 @@ def test_a_run_begun_anew_at_the_same_place_is_shown(tmp_path: Path) -> None:
     assert run.refresh()
     assert run.summary.steps.count == 1
     assert run.changed_since(10**6, generation) == 0
+
+
+def test_a_trace_that_is_cut_short_while_it_is_open_is_told_and_kills_nobody(tmp_path: Path) -> None:
+    path = Writer(tmp_path / "run.trace").write(12).close()
+    run = Run(path)
+    run.document()
+    whole, size = path.read_bytes(), path.stat().st_size
+    os.truncate(path, size // 2)
+    for ask in (run.document, run.units, lambda: run.tile(0, 0)):
+        with pytest.raises(TraceError, match=f"{size // 2:,} of {size:,} bytes are left"):
+            ask()
+    assert run.refresh()
+    assert run.document()["summary"]["damage"]
+    path.write_bytes(whole)
+    assert run.refresh()
+    assert run.document()["summary"]["state"] == "closed"
+
+
+def test_a_header_with_numbers_that_json_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="NaN"):
+        Writer(tmp_path / "run.trace", limits={"disk->host": float("nan")})  # which reads what it has written
 
 
 def test_an_empty_trace_is_shown_as_one(tmp_path: Path) -> None:

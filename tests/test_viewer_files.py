@@ -120,6 +120,9 @@ def test_ranks_are_shown_together(browser, tmp_path: Path) -> None:
         assert page.title() == "rank 0, rank 1 · tiermem trace"
         for number, path in enumerate(paths):
             page.select_option("#figures-of", str(number))
+            page.wait_for_function(
+                "number => document.querySelector('.units-tab select').value === number", arg=str(number)
+            )
             assert cards(page)["waiting"] == pytest.approx(summary_of(path)["stall_share"], abs=0.006)
         keep(page, "ranks")
 

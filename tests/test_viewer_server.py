@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from tests.viewer_traces import Writer
 from tiermem.cli import app
-from tiermem.cli.top import watch
+from tiermem.cli.top import frame, watch
 from tiermem.viewer.page import SCRIPTS, served, template
 from tiermem.viewer.run import Run
 from tiermem.viewer.server import Server
@@ -235,6 +235,34 @@ def test_a_file_that_would_be_too_large_leaves_the_finest_out(
     invoke("view", path, "--out", tmp_path / "small.html")
     whole, small = ((tmp_path / f"{name}.html").stat().st_size for name in ("whole", "small"))
     assert small < 100_000 + len(served()) < whole
+
+
+def test_a_trace_that_is_read_is_never_overwritten(path: Path, tmp_path: Path) -> None:
+    other, link = tmp_path / "other.trace", tmp_path / "link"
+    other.write_bytes(path.read_bytes())
+    link.symlink_to(other)
+    for command in (
+        ("view", other, "--out", other),
+        ("view", path, "--compare", other, "--out", link),
+        ("export", other, "--out", link),
+    ):
+        result = invoke(*command)
+        assert result.exit_code != 0
+        assert "would be overwritten" in result.output + str(result.exception)
+    assert other.read_bytes() == path.read_bytes()
+
+
+def test_the_top_fits_a_small_terminal(tmp_path: Path) -> None:
+    names = [f"base_model.model.transformer.h.{number}.attn.c_attn.lora_A.default" for number in range(2)]
+    run = Run(Writer(tmp_path / "run.trace", names=names).write(3).close())
+    with open(tmp_path / "out", "w") as out:
+        Console(file=out, width=80).print(frame(run))
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert any("waiting takes" in line for line in lines[:6])
+    head = next(number for number, line in enumerate(lines) if line.startswith("last stalls"))
+    assert lines[head].split() == ["last", "stalls", "waited", "kind", "phase", "why"]
+    assert "attn.c_attn.lora_A.default"[-20:] in lines[head + 1]
+    assert "prefetched" in lines[head + 1]
 
 
 def test_the_top_of_a_run(path: Path) -> None:

@@ -21,6 +21,7 @@ from tiermem.viewer.now import Now, now
 from tiermem.viewer.run import Run
 
 _BAR = 30
+_NAME = 24
 
 
 def frame(run: Run) -> RenderableType:
@@ -33,8 +34,9 @@ def frame(run: Run) -> RenderableType:
     parts: list[RenderableType] = [title]
     if summary.damage:
         parts.append(Text(printable(summary.damage), style="bold yellow"))
+    # What it comes to stands above the tables, the last of which may go on below a small terminal.
+    parts.append(Text(printable(summary.verdict), style="bold"))
     parts += [Text(), _tiers(run), Text(), _links(run, last), Text(), _time(last), Text(), _stalls(last)]
-    parts += [Text(), Text(printable(summary.verdict), style="bold")]
     return Group(*parts)
 
 
@@ -98,13 +100,18 @@ def _stalls(last: Now) -> Table:
     table = _table("last stalls", "waited", "kind", "phase", "why")
     for stall in last.stalls:
         table.add_row(
-            Text(printable(stall.unit)),
+            Text(_ended(printable(stall.unit))),
             format_seconds(stall.seconds),
             Text(printable(stall.kind)),
             stall.phase,
             stall.why,
         )
     return table
+
+
+def _ended(name: str) -> str:
+    """A unit's name by its end, which tells it from others, where all of it would push the figures off the screen."""
+    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
 
 
 def _bar(part: float, whole: float, style: str = "cyan") -> ProgressBar:

@@ -84,8 +84,10 @@ def export(
 ) -> None:
     """Write the trace in another program's format."""
     from tiermem.trace.perfetto import export as export_perfetto
+    from tiermem.trace.place import check_apart
     from tiermem.trace.reader import TraceFile
 
+    check_apart(out, [file])
     with TraceFile(file) as trace:
         if trace.damage:
             typer.echo(f"tiermem: {printable(str(file))}: {printable(trace.damage)}", err=True)
@@ -121,6 +123,7 @@ def view(
     The page is served to this machine alone, until Ctrl-C.
     """
     from tiermem.errors import ConfigError, format_bytes
+    from tiermem.trace.place import check_apart
     from tiermem.viewer.session import Mode, Session
 
     if compare is not None and len(files) != 1:
@@ -128,7 +131,10 @@ def view(
     if out is not None and follow:
         raise ConfigError("--follow needs a server, --out writes a file: only one of them can be had")
     mode = Mode.COMPARE if compare is not None else Mode.RANKS if len(files) > 1 else Mode.SINGLE
-    session = Session([*files, *([compare] if compare is not None else [])], mode, follow)
+    inputs = [*files, *([compare] if compare is not None else [])]
+    if out is not None:
+        check_apart(out, inputs)
+    session = Session(inputs, mode, follow)
     try:
         for problem in session.errors:
             typer.echo(f"tiermem: {printable(problem)}", err=True)

@@ -1,7 +1,9 @@
 """The place of a new file: where it may be put without harm to what is there."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from tiermem.trace.errors import TraceError
@@ -28,3 +30,13 @@ def replaceable(path: Path) -> Path:
 def reason(error: OSError) -> str:
     """What the system says of an error, without the path that the caller names anyway."""
     return os.strerror(error.errno) if error.errno else str(error)
+
+
+def check_apart(out: Path, inputs: Iterable[Path]) -> None:
+    """Raise `TraceError` where the file to write is one of those that are read."""
+    for file in inputs:
+        same = False
+        with contextlib.suppress(OSError):
+            same = os.path.samefile(out, file)
+        if same:
+            raise TraceError(f"{out} is the trace that is read, and would be overwritten: name another file")

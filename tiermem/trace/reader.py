@@ -112,6 +112,14 @@ class TraceFile:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return False
 
+    def check_whole(self) -> None:
+        """Raise `TraceError` where the file has lost records that are mapped here: to read them would be a SIGBUS."""
+        size, end = os.fstat(self._fd).st_size, self._first + len(self.records) * RECORD.size
+        if size < end and len(self.records):
+            raise TraceError(
+                f"{self.path} was cut short while it was open here: {size:,} of {end:,} bytes are left; open it again"
+            )
+
     def is_file(self, there: os.stat_result) -> bool:
         """Whether ``there`` is the file that is open here, and not one that took its place."""
         here = os.fstat(self._fd)
@@ -182,7 +190,7 @@ class TraceFile:
             )
         self._first = first
         try:
-            self._read_document(json.loads(body))
+            self._read_document(json.loads(body, parse_constant=_no_constant))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TraceError(f"{self.path}: its header is not what a trace has: {error!r}") from error
 
@@ -284,6 +292,10 @@ class TraceFile:
         if not -1 <= record["unit"] < len(self.units):
             return f"there is no unit {record['unit']} among {len(self.units)}"
         return "a time, size or number is out of range"
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name}, which JSON doesn't have")
 
 
 def _text(value: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from tiermem.trace.errors import TraceError
 from tiermem.trace.events import Event
 from tiermem.trace.reader import TraceFile
 from tiermem.trace.summary import Summary, summarise
@@ -66,8 +67,9 @@ class Run:
         """
         with self._lock:
             if self._replaced():
-                self.trace.close()
-                self._open()
+                before = self.trace
+                self._open()  # where that fails, what is open already goes on to be shown
+                before.close()
                 return True
             was = self.trace.closed, self.trace.damage
             new = self.trace.refresh()
@@ -87,18 +89,21 @@ class Run:
         if not 0 <= level <= 60 or not 0 <= number <= (1 << 60) >> level:
             raise ValueError(f"there is no tile {number} of level {level}")
         with self._lock:
+            self.trace.check_whole()
             return tile(self.index, level, number)
 
     @property
     def summary(self) -> Summary:
         """The figures of `tiermem trace summary`, with the `MOST_STALLS` slowest stalls."""
         with self._lock:
+            self.trace.check_whole()
             state = (len(self.trace.records), self.trace.closed)
             return self._summary.get(state, self.trace.live, lambda: summarise(self.trace, MOST_STALLS))
 
     def units(self) -> dict[str, Any]:
         """The figures of units and pages; see `tiermem.viewer.units.figures`."""
         with self._lock:
+            self.trace.check_whole()
             return self._units.get(len(self.trace.records), self.trace.live, lambda: figures(self.trace))
 
     def best_rates(self) -> dict[str, float]:
@@ -174,7 +179,13 @@ class Run:
             there = os.stat(self.path)
         except OSError:
             return False  # removed: what was opened goes on to be shown
-        return not self.trace.is_file(there)
+        if not self.trace.is_file(there):
+            return True
+        try:
+            self.trace.check_whole()
+        except TraceError:
+            return True
+        return False
 
     @staticmethod
     def _by_hundredths(bins: Floats, each: int) -> Floats:

@@ -1,23 +1,36 @@
 // Two runs side by side: what a change of the policy did to the step, the links and each unit.
 
 import { el, refill } from "./dom.js";
-import { formatBytes, formatCount, formatLink, formatRate, formatSeconds, formatShare } from "./format.js";
+import {
+  formatBytes,
+  formatCount,
+  formatLink,
+  formatRate,
+  formatSeconds,
+  formatShare,
+  NAMELESS,
+} from "./format.js";
 
-/** The change from ``before`` to ``after`` as an element: in per cent, with an arrow that doesn't need its colour. */
-function change(before, after, lowerIsBetter) {
+/**
+ * The change from ``before`` to ``after`` as an element: in per cent, or of shares in points; with an arrow that doesn't
+ * need its colour.
+ */
+function change(before, after, lowerIsBetter, share) {
   if (before === null || after === null) return el("span", { class: "dim" }, "–");
   if (before === after) return el("span", { class: "dim" }, "same");
-  if (!before) return el("span", {}, "new");
-  const by = after / before - 1;
+  if (!before && !share) return el("span", {}, "new");
+  const by = share ? after - before : after / before - 1;
   const better = by < 0 === lowerIsBetter;
   const arrow = by < 0 ? "▼" : "▲";
   const sign = by > 0 ? "+" : "−";
-  const share = Math.abs(by) >= 10 ? `×${(by + 1).toFixed(1)}` : `${sign}${Math.abs(100 * by).toFixed(1)} %`;
+  const unit = share ? "points" : "%";
+  const text =
+    Math.abs(by) >= 10 ? `×${(by + 1).toFixed(1)}` : `${sign}${Math.abs(100 * by).toFixed(1)} ${unit}`;
   if (Math.abs(by) < 0.0005) return el("span", { class: "dim" }, "same");
   return el(
     "span",
     { class: better ? "better" : "worse" },
-    `${arrow} ${share} ${better ? "better" : "worse"}`,
+    `${arrow} ${text} ${better ? "better" : "worse"}`,
   );
 }
 
@@ -29,7 +42,7 @@ function row(what, before, after, format, lowerIsBetter = true) {
     el("th", { scope: "row", class: "text" }, what),
     el("td", { class: "number" }, show(before)),
     el("td", { class: "number" }, show(after)),
-    el("td", { class: "number" }, change(before, after, lowerIsBetter)),
+    el("td", { class: "number" }, change(before, after, lowerIsBetter, format === formatShare)),
   );
 }
 
@@ -112,7 +125,7 @@ export class Compare {
         id,
         caption,
         "unit",
-        sorted.map((unit) => row(unit.name, ...pick(unit, name), format)),
+        sorted.map((unit) => row(unit.name || NAMELESS, ...pick(unit, name), format)),
       );
     refill(
       this.element,

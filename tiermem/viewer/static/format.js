@@ -1,5 +1,6 @@
 // Numbers and times in words. Times are nanoseconds unless a name says otherwise.
 
+export const NAMELESS = "(no name)";
 const BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 /** Three significant digits, without the exponent that toPrecision may give. */
@@ -48,7 +49,8 @@ export function formatCount(count) {
 /** A point of time on the axis, with as many digits as ``step`` between two points needs. */
 export function formatAt(ns, step) {
   const places = Math.max(0, Math.min(9, Math.ceil(9 - Math.log10(Math.max(step, 1)))));
-  return `${(ns / 1e9).toFixed(places)} s`;
+  const text = (ns / 1e9).toFixed(places);
+  return `${Number(text) === 0 ? text.replace("-", "") : text} s`;
 }
 
 /** A round number of nanoseconds that is at least ``ns``: 1, 2 or 5 times a power of ten. */
@@ -56,6 +58,11 @@ export function roundStep(ns) {
   const power = 10 ** Math.floor(Math.log10(Math.max(ns, 1)));
   for (const factor of [1, 2, 5]) if (factor * power >= ns) return factor * power;
   return 10 * power;
+}
+
+/** A unit's name for people: modules may be called anything, and what waits may belong to none. */
+export function formatUnit(run, name) {
+  return name || (run.units.includes("") ? NAMELESS : "–");
 }
 
 /** A link's name for people. */

@@ -72,7 +72,9 @@ function cardsOf(run) {
     card(
       "step, mean",
       steps.count ? formatSeconds(steps.mean_s) : "–",
-      `${formatCount(steps.count)} steps, median ${formatSeconds(steps.median_s)}`,
+      steps.count
+        ? `${formatCount(steps.count)} steps, median ${formatSeconds(steps.median_s)}`
+        : "no step finished",
     ),
     card(
       "waiting",
@@ -110,6 +112,7 @@ export class Header {
       onchange: () => {
         this.chosen = this.pick.value === "" ? null : Number(this.pick.value);
         this.render();
+        app.showRun(app.session.runs.indexOf(this.rank()));
       },
     });
     this.whose = el("label", { class: "whose dim", hidden: true }, "Figures of ", this.pick);
@@ -198,8 +201,12 @@ export class Header {
     const { session } = this.app;
     const told = [...session.errors];
     for (const run of session.runs) {
-      if (run.summary.damage) told.push(`${run.name}: ${run.summary.damage}. What was before that is shown.`);
-      if (!run.num_records) told.push(`${run.name}: nothing is recorded in this trace yet.`);
+      if (run.summary.damage) {
+        const shown = run.num_records ? "What was before that is shown." : "There is nothing before that.";
+        told.push(`${run.name}: ${run.summary.damage}. ${shown}`);
+      } else if (!run.num_records) {
+        told.push(`${run.name}: nothing is recorded in this trace${run.live ? " yet" : ""}.`);
+      }
       if (run.live && !session.follow) {
         told.push(`${run.name} is still being written: start the viewer with --follow to see it go on.`);
       }

@@ -147,9 +147,13 @@ class App {
   /** What stands in the place of each view as long as nothing is recorded. */
   nothing() {
     const { follow } = this.session;
-    const next = follow
-      ? "This page goes on by itself as soon as there is a record."
-      : "A run writes its first records when its model is first called. Start the viewer with --follow to see them come.";
+    let next = "The run ended before its model was called.";
+    if (follow) next = "This page goes on by itself as soon as there is a record.";
+    else if (this.session.runs.some((run) => run.summary.damage))
+      next = "What is wrong with it stands above.";
+    else if (this.session.runs.some((run) => run.live)) {
+      next = "Its model has not been called yet. Start the viewer with --follow to see the records come.";
+    }
     return el(
       "p",
       { class: "state" },
@@ -167,6 +171,13 @@ class App {
   fail(error) {
     this.failure.textContent = error.message;
     this.failure.hidden = false;
+  }
+
+  /** Show the units of this run, from the next time they are shown on. */
+  showRun(run) {
+    this.tabs.units.run = run;
+    this.tabs.units.chosen = null;
+    if (this.shown === "units") this.report(this.tabs.units.load());
   }
 
   showUnit(run, unit) {

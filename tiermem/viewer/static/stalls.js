@@ -1,7 +1,7 @@
 // The stalls: when, how long, for which unit and why. A click goes there.
 
 import { el, refill } from "./dom.js";
-import { formatAt, formatCount, formatLink, formatSeconds, formatShare } from "./format.js";
+import { formatAt, formatCount, formatLink, formatSeconds, formatShare, formatUnit } from "./format.js";
 
 const COLUMNS = [
   ["run", "text", (stall) => stall.run.label],
@@ -144,7 +144,7 @@ export class Stalls {
       run: stall.run.label,
       waited: formatSeconds(stall.seconds),
       at: formatAt(stall.at_s * 1e9, 1e6),
-      unit: stall.unit,
+      unit: formatUnit(stall.run, stall.unit),
       kind: stall.kind,
       cause: stall.reason,
       link: formatLink(stall.link),
@@ -158,7 +158,7 @@ export class Stalls {
       ...this.columns.map(([name, kind]) =>
         el(
           "td",
-          { class: kind },
+          { class: `${kind} ${name}` },
           name === "at" ? el("button", { type: "button", class: "name" }, shown[name]) : shown[name],
         ),
       ),

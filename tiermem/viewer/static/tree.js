@@ -1,7 +1,8 @@
 // The tree of units: it follows the modules' names, and sums up.
 
+import { NAMELESS } from "./format.js";
+
 const DEEPEST = 40;
-const NAMELESS = "(no name)";
 const SUMS = [
   "nbytes",
   "num_pages",
