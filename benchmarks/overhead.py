@@ -6,8 +6,12 @@ The models live in this one process and take turns step by step, in changing ord
 over all rounds. float32 GPTs of several sizes, with clipping; and a deep, thin one that costs hooks more than matrices.
 The paged runs have a host budget above their state, so that nothing moves; the second of them writes a trace.
 
-The last row is about plans, of a chain of units under half of its state: what carrying the plan out takes in each step
-(the transfers' own submission left out), and what compiling it took, once.
+The last rows are about plans, of a chain of 1,000 units under half of its state, and 2,048 rows of input, what a batch
+of one sequence has. ``--width`` is a unit's: 512 makes pages of 1 MiB. A model that is really cut into so many units
+has larger ones, and longer steps; what an access costs, which is printed too, is the same there. *Choosing* is what
+following the plan takes: which moves are due, whether their places are free, who is in the way. *Moving* is what the
+same calls take besides: to cut and release frames, and to submit transfers. Both are seconds of this thread's time on
+the processor, so that other work on the machine doesn't count.
 """
 
 from __future__ import annotations
@@ -91,78 +95,105 @@ def measure(shape: GPTShape, batch: int, rounds: int) -> dict[str, float]:
     return result
 
 
-def planner(units: int, rounds: int) -> dict[str, float]:
-    """Seconds a step, of it in carrying out the plan, and for compiling it."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(units)))
-    state = sum(p.numel() for p in net.parameters()) * 16
-    spent = {"pump": 0.0, "moves": 0.0}
+class Account:
+    """Seconds of this thread in calls of some methods, each counted in the innermost of them."""
 
-    def timed(owner: Any, method: str, account: str) -> None:
-        original = getattr(owner, method)
+    def __init__(self, methods: dict[str, list[tuple[Any, str]]]) -> None:
+        self.seconds = dict.fromkeys(methods, 0.0)
+        self._stack: list[str] = []
+        self._since = 0.0
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._methods = methods
 
+    def __enter__(self) -> Account:
+        for name, methods in self._methods.items():
+            for owner, method in methods:
+                self._saved.append((owner, method, getattr(owner, method)))
+                setattr(owner, method, self._counted(name, getattr(owner, method)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for owner, method, original in self._saved:
+            setattr(owner, method, original)
+
+    def clear(self) -> None:
+        """Begin at nothing."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+    def _counted(self, name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            self._turn(name)
             try:
                 return original(*args, **kwargs)
             finally:
-                if account == "pump" or spent["inside"]:
-                    spent[account] += time.perf_counter() - start
+                self._turn(None)
 
-        setattr(owner, method, call)
+        return call
 
-    pump = Replay.pump
-    spent["inside"] = 0.0
+    def _turn(self, name: str | None) -> None:
+        time_now = time.thread_time()
+        if self._stack:
+            self.seconds[self._stack[-1]] += time_now - self._since
+        if name is None:
+            self._stack.pop()
+        else:
+            # Of what moves, only what the plan's own calls do is meant.
+            self._stack.append(name if name == CHOOSING or self._stack else OTHER)
+        self._since = time.thread_time()
 
-    def marked(replay: Replay) -> None:
-        spent["inside"] = 1.0
-        try:
-            pump(replay)
-        finally:
-            spent["inside"] = 0.0
 
-    saved = {
-        (Replay, "pump"): pump,
-        (Transfers, "read"): Transfers.read,
-        (Transfers, "write"): Transfers.write,
-    }
-    Replay.pump = marked  # type: ignore[method-assign]
-    timed(Replay, "pump", "pump")
-    timed(Transfers, "read", "moves")
-    timed(Transfers, "write", "moves")
-    steps, planning = [], []
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+CHOOSING, MOVING, OTHER = "choosing", "moving", "other"
+METHODS: dict[str, list[tuple[Any, str]]] = {
+    CHOOSING: [(Replay, name) for name in ("pump", "follow", "ended", "lost", "place", "missed")],
+    MOVING: [(Transfers, name) for name in ("read", "write", "drop", "reserve", "settle")],
+    OTHER: [],
+}
+
+
+def planner(units: int, rounds: int, width: int) -> dict[str, float]:
+    """Seconds of a step, and of it in choosing and moving by the plan; accesses; seconds of compiling it, once."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(units)))
+    state = sum(p.numel() for p in net.parameters()) * 16
+    found: dict[str, list[float]] = {"step": [], CHOOSING: [], MOVING: []}
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, Account(METHODS) as account:
         config = {"device": {"kind": "cpu"}, "host": {"budget": state // 2}, "disk": {"paths": [folder]}}
         model = tiermem.TieredModule(net, config | {"policy": {"units": ["*"]}})
         optimizer = AdamW(model.parameters())
-        x = torch.randn(1024, 256)
+        x = torch.randn(2048, width)
         try:
             for number in range(rounds + WARM):
-                spent["pump"] = spent["moves"] = 0.0
+                account.clear()
                 start = time.perf_counter()
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if number >= WARM:
-                    steps.append(time.perf_counter() - start)
-                    planning.append(spent["pump"] - spent["moves"])
+                    found["step"].append(time.perf_counter() - start)
+                    for name in (CHOOSING, MOVING):
+                        found[name].append(account.seconds[name])
             plans = model._runtime.pager.plans
             assert plans is not None
             compiling = plans.compile_ns / 1e9 / max(1, plans.compiled)
+            accesses = float(model.stats()["schedule_accesses"])
         finally:
             model.close(restore=False)
-            for (owner, method), original in saved.items():
-                setattr(owner, method, original)
-    return {"step": statistics.median(steps), "planning": statistics.median(planning), "compiling": compiling}
+    return {
+        **{name: statistics.median(each) for name, each in found.items()},
+        "accesses": accesses,
+        "compiling": compiling,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--width", type=int, default=512, help="of a unit of the plan's rows (default 512)")
+    parser.add_argument("--plan-only", action="store_true", help="the plan's rows alone")
     parser.add_argument("--quick", action="store_true", help="the smallest model, one round: does it run?")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    shapes = dict(list(SHAPES.items())[-1:]) if options.quick else SHAPES
+    shapes = {} if options.plan_only else dict(list(SHAPES.items())[-1:]) if options.quick else SHAPES
     rounds = 1 if options.quick else options.rounds
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; float32, everything fits the host"
@@ -176,11 +207,16 @@ def main() -> None:
             f"{row['traced']:9.4f} {row['traced'] / row['plain']:6.3f}"
         )
     units = 20 if options.quick else 1000
-    row = rows[f"plan of {units} units"] = planner(units, 1 if options.quick else 3)
+    row = rows[f"plan of {units} units"] = planner(units, 1 if options.quick else 3, options.width)
     print(
-        f"plan of {units} units: step {row['step']:.2f} s, of it {row['planning'] * 1e3:.1f} ms "
-        f"({row['planning'] / row['step']:.2%}) carrying out the plan; compiled once in {row['compiling']:.2f} s"
+        f"plan of {units} units of {options.width}: step {row['step']:.2f} s, {row['accesses']:.0f} accesses"
     )
+    for name in (CHOOSING, MOVING):
+        print(
+            f"{name:>16} {row[name] * 1e3:8.1f} ms {row[name] / row['step']:7.2%} of the step "
+            f"{row[name] / row['accesses'] * 1e6:6.1f} us an access"
+        )
+    print(f"{'compiling':>16} {row['compiling']:8.2f} s, once")
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
 

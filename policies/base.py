@@ -28,7 +28,7 @@ class Eviction(Protocol):
     def order(self) -> Iterator[int]:
         """The resident pages, each once, best victim first, as of this call.
 
-        Pages may be admitted and removed while it is read.
+        Pages may be admitted, used and removed while it is read; it may leave out those that have been since.
         """
 
     def next_use(self, page: int) -> int:

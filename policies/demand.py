@@ -3,7 +3,9 @@
 What `timeline` is for plans, for "lru" and "belady": the same link, the same steady state, the same figures.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from tiermem.policies.base import Eviction
@@ -73,15 +75,26 @@ class _Run:
         self._dirty: set[int] = set()
         self._dead: set[int] = set()  # their content isn't needed any more
         self._known: set[int] = set()  # pages that have content
-        self._leaving: list[tuple[float, int]] = []  # (when it is written, bytes), in order
+        self._leaving: deque[tuple[float, int]] = deque()  # (when it is written, bytes), in order
+        self._leaving_nbytes = 0
+        self._victims: Iterator[int] | None = None  # in the policy's order, as of the running access
+        # Of each access and those before it, over two cycles, the bytes of all pages; and the access, counted over all
+        # steps, up to which all that is wanted ahead is there.
+        nbytes = [sum(sizes[page] for page, _ in uses) for uses in self._at]
+        self._total = [0, *accumulate(nbytes * 2)]
+        self._ready = 0
+        self._begun = 0  # accesses of steps that are over
+        self._sent = 0  # transfers that the running access has begun
 
     def step(self, seconds: Sequence[float]) -> Demand:
         start = self._now
         self._loaded = self._written = 0
         self._busy = late = no_frame = missed = 0.0
+        total = 0
         for position, uses in enumerate(self._at):
             self._cursor.advance(self._schedule.accesses[position])
             self._settle()
+            self._victims = None
             needed = {page for page, _ in uses}
             for page in needed:
                 self._eviction.used(page)
@@ -102,7 +115,8 @@ class _Run:
             self._early -= needed
             self._settle()
             self._look_ahead(position, needed)
-            self._now += seconds[position]
+            self._now += seconds[position] + self._sent * self._link.effort
+            total, self._sent = total + self._sent, 0
             for page, effect in uses:
                 self._known.add(page)
                 self._dead.discard(page)
@@ -112,28 +126,46 @@ class _Run:
                     self._dirty.discard(page)
                     self._dead.add(page)
         self._cursor.restart()
-        line = Timeline(self._now - start, sum(seconds), late + missed, no_frame, self._busy)
+        self._begun += len(self._at)
+        compute = sum(seconds) + total * self._link.effort
+        line = Timeline(self._now - start, compute, late + missed, no_frame, self._busy)
         return Demand(line, self._loaded, self._written)
 
     def _settle(self) -> None:
         """What has been written by now takes no room any more."""
         while self._leaving and self._leaving[0][0] <= self._now:
-            self._used -= self._leaving.pop(0)[1]
+            self._left()
+
+    def _left(self) -> float:
+        """The first of what is being written is; when."""
+        when, nbytes = self._leaving.popleft()
+        self._used -= nbytes
+        self._leaving_nbytes -= nbytes
+        return when
+
+    def _order(self) -> Iterator[int]:
+        """Victims that this access hasn't passed over yet."""
+        if self._victims is None:
+            self._victims = self._eviction.order()
+        return self._victims
 
     def _room(self, nbytes: int, needed: Collection[int]) -> float:
         """Make room by need, whoever has to leave; when it is there."""
         when = self._now
-        if self._used + nbytes > self._capacity:
-            for page in self._eviction.order():
-                if self._used - sum(each for _, each in self._leaving) + nbytes <= self._capacity:
-                    break
-                if page not in needed and (page not in self._stuck or page not in self._dirty):
-                    self._evict(page)
+        while self._used - self._leaving_nbytes + nbytes > self._capacity:
+            page = next(self._order(), None)
+            if page is None:
+                break
+            if (
+                page in self._landed
+                and page not in needed
+                and not (page in self._stuck and page in self._dirty)
+            ):
+                self._evict(page)
         while self._used + nbytes > self._capacity:
             if not self._leaving:
                 raise ValueError(f"{nbytes} bytes more are needed at once, of {self._capacity} in all")
-            when, each = self._leaving.pop(0)
-            self._used -= each
+            when = self._left()
         return max(when, self._now)
 
     def _evict(self, page: int) -> None:
@@ -141,6 +173,7 @@ class _Run:
         if page in self._dirty and not self._needless(page):
             self._written += nbytes
             self._leaving.append((self._send(nbytes / self._link.write, self._now), nbytes))
+            self._leaving_nbytes += nbytes
         else:
             self._used -= nbytes
         self._forget(page)
@@ -157,6 +190,9 @@ class _Run:
     def _forget(self, page: int) -> None:
         del self._landed[page]
         self._early.discard(page)
+        self._ready = min(
+            self._ready, self._begun + self._schedule.next_use(page, self._cursor.position)
+        )  # wanted again
         self._dirty.discard(page)
         self._eviction.removed(page)
 
@@ -171,35 +207,45 @@ class _Run:
         self._landed[page] = self._send(nbytes / self._link.read, when)
 
     def _send(self, seconds: float, when: float) -> float:
+        self._sent += 1
         self._busy += seconds + self._link.latency
         self._free_at = max(self._free_at, when) + seconds + self._link.latency
         return self._free_at
 
     def _look_ahead(self, position: int, needed: Collection[int]) -> None:
         """Fetch what is needed next, in its order, over pages that are needed later; stop where none is."""
-        length, total = len(self._at), 0
+        length, here = len(self._at), self._begun + position
         farthest = length - 1 if self._ahead.accesses is None else min(self._ahead.accesses, length - 1)
-        for distance in range(1, farthest + 1):
-            for page, effect in self._at[(position + distance) % length]:
+        first = max(here + 1, self._ready)
+        total = self._total[position + first - here] - self._total[position + 1]
+        for at in range(first, here + farthest + 1):
+            for page, effect in self._at[at % length]:
                 nbytes = self._sizes[page]
                 total += nbytes
                 if self._ahead.nbytes is not None and total > self._ahead.nbytes:
                     return
                 if page in self._landed or effect & (_FRESH | _RENEWED) or page in needed:
                     continue
-                if not self._ahead_room(nbytes, position + distance, needed):
+                if not self._ahead_room(nbytes, position + at - here, needed):
                     return
                 self._early.add(page)
                 self._fetch(page, effect, self._now)
+            self._ready = at + 1
 
     def _ahead_room(self, nbytes: int, position: int, needed: Collection[int]) -> bool:
         if self._used + nbytes <= self._capacity:
             return True
-        missing = self._used - sum(each for _, each in self._leaving) + nbytes - self._capacity
-        for page in self._eviction.order() if missing > 0 else ():
-            if missing <= 0:
+        missing = self._used - self._leaving_nbytes + nbytes - self._capacity
+        while missing > 0:
+            page = next(self._order(), None)
+            if page is None:
                 break
-            if page in needed or page in self._early or (page in self._stuck and page in self._dirty):
+            if (
+                page not in self._landed
+                or page in needed
+                or page in self._early
+                or (page in self._stuck and page in self._dirty)
+            ):
                 continue
             after = self._schedule.next_use(page, self._cursor.position)
             if after != NEVER and after <= position and page not in self._dead:

@@ -48,9 +48,12 @@ class Plan:
         self.loaded, self.written = residency.traffic(stays, sizes)
         self.fetches: list[list[Fetch]] = [[] for _ in range(length)]
         self.writes: list[list[int]] = [[] for _ in range(length)]
-        self._of: dict[int, list[int]] = {}  # page -> its stays, in the order of their starts
+        # page -> the starts of its stays, in their order, and which they are
+        self._of: dict[int, tuple[list[int], list[int]]] = {}
         for index, stay in sorted(enumerate(stays), key=lambda item: item[1].start):
-            self._of.setdefault(stay.page, []).append(index)
+            starts, indices = self._of.setdefault(stay.page, ([], []))
+            starts.append(stay.start)
+            indices.append(index)
             fetch = Fetch(stay.page, offsets[index], leads[index], stay.fresh, index)
             self.fetches[(stay.start - leads[index]) % length].append(fetch)
             if stay.dirty:
@@ -65,10 +68,11 @@ class Plan:
 
     def stay(self, page: int, position: int) -> int | None:
         """Which stay the page is in, or on its way to, while access ``position`` runs; None for none."""
-        indices = self._of.get(page)
-        if indices is None:
+        found = self._of.get(page)
+        if found is None:
             return None
-        later = bisect_right(indices, position, key=lambda index: self.stays[index].start)
+        starts, indices = found
+        later = bisect_right(starts, position)
         for index in (indices[later - 1], indices[later % len(indices)]):
             stay = self.stays[index]
             early = (position - stay.start + self.leads[index]) % self.length

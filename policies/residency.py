@@ -34,6 +34,8 @@ class Stay(NamedTuple):
     """It has to be written when it ends."""
     whole: bool = False
     """It never leaves."""
+    kept: bool = False
+    """It is still there from the page's last stay, which lay elsewhere: there is nothing to load."""
 
 
 class Uses:
@@ -94,7 +96,7 @@ def choose(uses: Uses, capacity: int, slack: int, cycles: int = MAX_CYCLES) -> s
     for _ in range(cycles):
         before, kept = kept, state.cycle()
         if kept == before:
-            return kept
+            return _filled(uses, capacity - slack, kept)
     # It goes round and round without coming back to where it was: close the last cycle.
     return _closed(uses, capacity, kept)
 
@@ -121,10 +123,57 @@ def stays(uses: Uses, kept: Collection[tuple[int, int]]) -> list[Stay]:
     return found
 
 
+def join(
+    uses: Uses, found: Sequence[Stay], offsets: Sequence[int | None], leads: Sequence[int], movable: bool
+) -> list[Stay]:
+    """The stays, of which those are ``kept`` whose place is free as soon as the page's last stay has ended.
+
+    Where pages aren't ``movable``, only if that was the same place.
+    """
+    of: dict[int, list[int]] = {}
+    for index in sorted(range(len(found)), key=lambda index: found[index].start):
+        of.setdefault(found[index].page, []).append(index)
+    joined = list(found)
+    for page, indices in of.items():
+        effects = dict(uses.of[page])
+        before = {here: indices[number - 1] for number, here in enumerate(indices)}
+        for here in indices if len(indices) > 1 else ():
+            stay, last = found[here], found[before[here]]
+            gap = (stay.start - last.start - last.length) % uses.length
+            there = offsets[here] is not None and (movable or offsets[here] == offsets[before[here]])
+            if there and leads[here] >= gap and not effects[stay.start] & _DEAD:
+                joined[here] = stay._replace(kept=True)
+        if not any(joined[here].kept for here in indices):
+            continue
+        # What is written goes on to the stay that keeps it: once round from one that doesn't, if there is one.
+        first = next((n for n, here in enumerate(indices) if not joined[here].kept), 0)
+        order = indices[first:] + indices[:first]
+        dirty = False
+        for here, after in zip(order, order[1:] + order[:1], strict=True):
+            stay = joined[here]
+            dirty = _written(effects, stay, uses.length, dirty and stay.kept)
+            needed = not joined[after].kept and not effects[joined[after].start] & _DEAD
+            joined[here] = stay._replace(dirty=dirty and needed)
+    return joined
+
+
+def _written(effects: Mapping[int, int], stay: Stay, length: int, written: bool) -> bool:
+    """Is the page newer than the copy below at the end of a stay, which it begins as ``written``?"""
+    for step in range(stay.length):
+        effect = effects.get((stay.start + step) % length, 0)
+        written = (written or bool(effect & _WRITES)) and not effect & _SPENDS
+    return written
+
+
 def traffic(found: Sequence[Stay], sizes: Mapping[int, int]) -> tuple[int, int]:
     """The bytes (loaded, written) in each cycle."""
-    loaded = sum(sizes[stay.page] for stay in found if not stay.fresh and not stay.whole)
+    loaded = sum(sizes[stay.page] for stay in found if loads(stay))
     return loaded, sum(sizes[stay.page] for stay in found if stay.dirty)
+
+
+def loads(stay: Stay) -> bool:
+    """Is something loaded when it begins?"""
+    return not (stay.fresh or stay.whole or stay.kept)
 
 
 class _Cache:
@@ -202,13 +251,36 @@ class _Cache:
 def _closed(uses: Uses, capacity: int, kept: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """As many of the ``kept`` gaps as fit together when all of them come back in each cycle, the shortest first."""
     free = capacity - uses.needed()
-    chosen = set()
-    for page, use in sorted(kept, key=lambda gap: (uses.after(*gap)[0], gap)):
-        start = uses.of[page][use][0] + 1
-        stop = start + uses.after(page, use)[0] - 1
-        over = [free[start : min(stop, uses.length)], free[: max(0, stop - uses.length)]]
-        if all(not piece.size or piece.min() >= uses.sizes[page] for piece in over):
-            for piece in over:
-                piece -= uses.sizes[page]
-            chosen.add((page, use))
-    return chosen
+    return {gap for gap in sorted(kept, key=lambda gap: (uses.after(*gap)[0], gap)) if _take(uses, free, gap)}
+
+
+def _filled(uses: Uses, capacity: int, kept: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The ``kept`` gaps, and what fits besides: victims are whole pages, and leave more room than was wanted."""
+    free = capacity - uses.needed()
+    for gap in kept:
+        for piece in _over(uses, free, gap):
+            piece -= uses.sizes[gap[0]]
+    others = [
+        (uses.after(page, use)[0], page, use)
+        for page, each in uses.of.items()
+        for use in range(len(each))
+        if (page, use) not in kept and not uses.after(page, use)[1]
+    ]
+    return kept | {(page, use) for _, page, use in sorted(others) if _take(uses, free, (page, use))}
+
+
+def _over(uses: Uses, free: npt.NDArray[np.int64], gap: tuple[int, int]) -> list[npt.NDArray[np.int64]]:
+    """What is free at the accesses between the two uses that a gap lies between."""
+    start = uses.of[gap[0]][gap[1]][0] + 1
+    stop = start + uses.after(*gap)[0] - 1
+    return [free[start : min(stop, uses.length)], free[: max(0, stop - uses.length)]]
+
+
+def _take(uses: Uses, free: npt.NDArray[np.int64], gap: tuple[int, int]) -> bool:
+    """Keep the page over the gap if there is room for it; whether there was."""
+    over, nbytes = _over(uses, free, gap), uses.sizes[gap[0]]
+    if not all(not piece.size or piece.min() >= nbytes for piece in over):
+        return False
+    for piece in over:
+        piece -= nbytes
+    return True

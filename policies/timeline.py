@@ -9,17 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tiermem.policies.plan import Plan
+from tiermem.policies.residency import loads
 
 SETTLE = 3
 """Cycles gone through before the one that is measured."""
 
 
 class Link(NamedTuple):
-    """Rates of a link in bytes per second, and the seconds that each transfer takes on top."""
+    """Rates of a link in bytes per second, and what each transfer takes on top: seconds of the link's, and seconds in
+    which nothing else is computed, because whoever computes begins and ends it."""
 
     read: float
     write: float
     latency: float = 0.0
+    effort: float = 0.0
 
 
 class Timeline(NamedTuple):
@@ -27,6 +30,7 @@ class Timeline(NamedTuple):
 
     step: float
     compute: float
+    """What accesses compute, and the effort of transfers."""
     late: float
     """Waited for pages that were on their way."""
     no_frame: float
@@ -50,6 +54,7 @@ class _Run:
         self._link = link
         self._now = 0.0
         self._free_at = 0.0  # when the link has done all that was begun
+        self._begun = 0  # transfers, by the running access
         self._landed = [0.0] * len(plan.stays)
         self._written = [0.0] * len(plan.stays)
         self._waiting: set[int] = set()  # stays whose room is being written
@@ -67,6 +72,7 @@ class _Run:
     def step(self, seconds: Sequence[float]) -> Timeline:
         start, busy = self._now, 0.0
         late = no_frame = 0.0
+        total = 0
         plan, link = self._plan, self._link
         for position in range(plan.length):
             self._begin(position)
@@ -87,13 +93,14 @@ class _Run:
                 if index in self._waiting:
                     self._waiting.remove(index)
                     self._fetch(index, self._now)
-            self._now += seconds[position]
+            self._now += seconds[position] + self._begun * link.effort
+            total, self._begun = total + self._begun, 0
         for stay in plan.stays:
             if not stay.whole:
                 nbytes = self._sizes[stay.page]
-                busy += 0.0 if stay.fresh else nbytes / link.read + link.latency
+                busy += nbytes / link.read + link.latency if loads(stay) else 0.0
                 busy += nbytes / link.write + link.latency if stay.dirty else 0.0
-        return Timeline(self._now - start, sum(seconds), late, no_frame, busy)
+        return Timeline(self._now - start, sum(seconds) + total * link.effort, late, no_frame, busy)
 
     def _begin(self, position: int) -> None:
         for index in self._ends[position]:
@@ -101,7 +108,10 @@ class _Run:
                 self._sizes[self._plan.stays[index].page] / self._link.write, self._now
             )
         for fetch in self._plan.fetches[position]:
-            if not self._plan.stays[fetch.stay].whole:
+            stay = self._plan.stays[fetch.stay]
+            if stay.kept:
+                self._landed[fetch.stay] = self._now
+            elif not stay.whole:
                 room = self._room(fetch.stay)
                 if room > self._now:
                     self._waiting.add(fetch.stay)
@@ -119,5 +129,6 @@ class _Run:
         self._landed[index] = when if stay.fresh else self._send(seconds, when)
 
     def _send(self, seconds: float, when: float) -> float:
+        self._begun += 1
         self._free_at = max(self._free_at, when) + seconds + self._link.latency
         return self._free_at

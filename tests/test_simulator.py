@@ -20,6 +20,7 @@ from tiermem.policies import LRU, Ahead, Belady, Effect, Schedule
 from tiermem.policies.demand import demand
 from tiermem.policies.simulate import simulate as count
 from tiermem.policies.timeline import Link
+from tiermem.recut import recut
 from tiermem.simulator import POLICIES, as_recorded, moved, simulate
 from tiermem.trace.errors import TraceError
 from tiermem.trace.reader import TraceFile
@@ -139,6 +140,51 @@ def test_the_commands(run: tuple[Path, Schedule, dict[str, float]], tmp_path: Pa
     assert text.count("<circle") == 2  # the point, and the one that explains it
     assert runner.invoke(app, ["simulate", file, "--pcie", "fast"]).exit_code != 0
     assert runner.invoke(app, ["simulate", file, "--out", str(picture)]).exit_code != 0
+
+
+def test_a_step_is_cut_again_as_another_budget_cuts_it(tmp_path: Path) -> None:
+    cut = {}
+    for budget in (10 << 20, 16 << 20):
+        torch.manual_seed(0)
+        file = tmp_path / f"{budget}.trace"
+        policy = {
+            "device": {"kind": "cpu"}, "host": {"budget": budget}, "disk": {"paths": [tmp_path]},
+            "trace": {"file": file}, "policy": {"units": ["*"]},
+        }  # fmt: skip
+        with tiermem.TieredModule(nn.Sequential(*[nn.Linear(384, 384) for _ in range(16)]), policy) as model:
+            optimizer = AdamW(model.parameters(), lr=1e-3)
+            for _ in range(4):
+                model(torch.randn(4, 384)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with TraceFile(file) as trace:
+            cut[budget] = recorded(trace)
+    fine, coarse = cut.values()
+    assert fine.part_numel < coarse.part_numel
+    assert recut(fine, 10 << 20) is fine
+    for known, other in ((fine, coarse), (coarse, fine)):
+        found = recut(known, other.budgets["host"])
+        assert _uses(found) == _uses(other)
+        assert sum(found.sizes.values()) == sum(other.sizes.values())
+        changed = len(found.schedule) - len(known.schedule)
+        assert sum(found.seconds) == pytest.approx(
+            sum(known.seconds) + changed * known.effort.update, rel=0.05
+        )
+
+
+def _uses(step: Recorded) -> list[tuple[object, ...]]:
+    """Each access, with kinds and sizes in the place of pages' numbers."""
+    schedule = step.schedule
+    return [
+        (
+            access,
+            *[
+                (step.kinds[page], step.sizes[page], int(effect))
+                for page, effect in zip(pages, each, strict=True)
+            ],
+        )
+        for access, pages, each in zip(schedule.accesses, schedule.pages, schedule.effects, strict=True)
+    ]
 
 
 def test_a_trace_without_a_schedule_is_refused(tmp_path: Path) -> None:

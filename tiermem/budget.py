@@ -15,11 +15,9 @@ from torch import nn
 from tiermem.aio.memory import Memory
 from tiermem.errors import BudgetError, format_bytes
 from tiermem.page import ALIGNMENT, Page
+from tiermem.parts import MIN_PART_NUMEL, part_numel
 from tiermem.table import PageTable
 from tiermem.unit import Unit
-
-MIN_PART_NUMEL = 1 << 14
-MAX_PART_NUMEL = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -28,17 +26,6 @@ class Need:
 
     nbytes: int
     arithmetic: str
-
-
-def part_numel(capacity: int) -> int:
-    """Elements of one page of optimizer state for a host of ``capacity`` bytes.
-
-    Small enough that several parts (three pages each) are in flight at a time, large enough for the disk's full rate.
-    """
-    numel = MIN_PART_NUMEL
-    while numel < MAX_PART_NUMEL and numel * 2 * 4 * 96 <= capacity:
-        numel *= 2
-    return numel
 
 
 def host_need(units: Sequence[Unit], pages: Iterable[Page], unified: bool) -> Need:

@@ -288,6 +288,7 @@ class Hooks:
             self.views.close(group)
         self.pager.unpin(unit.pages)
         self.trace.record(Event.COMPUTE, start, now() - start, unit.number, phase=Phase.FORWARD)
+        self.pager.nudge()
         return saving
 
     # -- backward -----------------------------------------------------------------------------------------

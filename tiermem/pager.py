@@ -78,6 +78,7 @@ class Pager:
         self._replays[0].above = self._replays[-1] if self.device is not None else None
         by_tier = {replay.tier: replay for replay in self._replays}
         self.room.place = lambda tier, page: by_tier[tier].place(page)
+        self.room.missed = lambda tier, stray, page: by_tier[tier].missed(stray, 0, page)
         self.room.lost = lambda tier, page: by_tier[tier].lost(page)
 
     # -- what callers ask ---------------------------------------------------------------------------------
@@ -186,7 +187,9 @@ class Pager:
         return bool(self._replays) and self._replays[0].plan is not None
 
     def nudge(self) -> None:
-        """Try again what the plan wants on its way and could not have: some writes may have landed since."""
+        """An access has ended. What the plan wants on its way and could not have is tried again, too."""
+        for replay in self._replays:
+            replay.ended()
         if any(replay.waiting for replay in self._replays):
             self.pump()
 

@@ -85,4 +85,5 @@ class Plans:
             stuck=self._stuck if area is self.host else frozenset(),
             ahead=self._ahead,
             seconds=seconds,
+            movable=area is self.host,
         )

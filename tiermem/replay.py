@@ -11,7 +11,8 @@ a step everything is where the plan has it.
 
 from __future__ import annotations
 
-from operator import itemgetter
+from bisect import insort
+from operator import attrgetter
 
 from tiermem.page import Frame, Page, State
 from tiermem.policies import Cursor, Fetch, Plan
@@ -20,6 +21,30 @@ from tiermem.table import PageTable
 from tiermem.tier import Tier
 from tiermem.trace import Event, Reason
 from tiermem.transfer import ARROW
+
+SOON = 4
+"""Accesses within which what is needed isn't evicted, though it lies where something else should."""
+
+
+class Waiting:
+    """A fetch that could not begin yet: which access needs it, and whether it makes up for something that was lost."""
+
+    __slots__ = ("fetch", "frame", "late", "need")
+
+    def __init__(self, need: int, fetch: Fetch, late: bool) -> None:
+        self.need = need
+        self.fetch = fetch
+        self.late = late
+        self.frame: Frame | None = None  # what is in its way
+
+    @property
+    def blocked(self) -> bool:
+        """Is that still there, and can't leave yet? Then it need not be tried again."""
+        frame = self.frame
+        if frame is None:
+            return False
+        page = frame.page
+        return (page.host is frame or page.device is frame) and (page.transfer is not None or page.pins > 0)
 
 
 class Replay:
@@ -34,33 +59,57 @@ class Replay:
         self._moves = room.transfers
         self._table = table
         self._cursor: Cursor | None = None
-        self._due: list[list[Fetch]] = []  # what each access releases, of what is to be on its way early
+        self._due: list[list[Fetch]] = []  # what each access releases when it begins
+        self._last: list[
+            list[Fetch]
+        ] = []  # what each access needs that can't be on its way when the one before begins
+        self._ready = -1  # the access of which that has been released, over all steps
         self._length = 0  # of the schedule
         self._done = 0  # accesses whose moves are released, over all steps
-        # (the access that needs it, what, whether it makes up for something), in this order
-        self._waiting: list[tuple[int, Fetch, bool]] = []
+        self._waiting: list[Waiting] = []  # what is needed first, first
+        self._obstacle: Frame | None = None  # what the last fetch that could not begin found in its place
 
     def follow(self, cursor: Cursor | None, plan: Plan | None) -> None:
         """From now on go by this plan; what should be resident and isn't, is fetched.
 
-        At a step's end too, when nothing has changed: three tiers are late without it.
+        To go on with the same is an access's end and nothing else: what was lost on the way has been told of, by
+        :meth:`lost`.
         """
         if plan is None or cursor is None:
             self._cursor = self.plan = None
             self._waiting.clear()
             return
+        if cursor is self._cursor and plan is self.plan:
+            self.ended()
+            return
         if plan is not self.plan:
-            # What can't be on its way before it is needed is left to whoever needs it: on the host, for the
-            # device's sake, nobody does.
-            self._due = [
-                [fetch for fetch in fetches if self._fetches and (fetch.lead or self.above is not None)]
-                for fetches in plan.fetches
-            ]
+            self._sort_out(plan)
         self._cursor, self.plan, self._length = cursor, plan, len(cursor.schedule)
         self._waiting.clear()
         self._done = self._position()
         for index in range(len(plan.stays)):
             self._catch_up(index)
+
+    def _sort_out(self, plan: Plan) -> None:
+        """When to release what. There is nothing to do for what never leaves; if it does, by need, that is told of."""
+        self._due, self._last = [[] for _ in range(plan.length)], [[] for _ in range(plan.length)]
+        for position, fetches in enumerate(plan.fetches if self._fetches else ()):
+            for fetch in fetches:
+                if plan.stays[fetch.stay].whole:
+                    continue
+                # On the host, for the device's sake, nobody else fetches what is needed.
+                early = fetch.lead or self.above is not None
+                (self._due if early else self._last)[position].append(fetch)
+
+    def ended(self) -> None:
+        """The access that began last has ended: what the next one needs can be on its way, if its room is free now."""
+        if self.plan is None:
+            return
+        position = self._position()
+        if position != self._ready:
+            self._ready = position
+            for fetch in self._last[position % self._length]:
+                self._start(fetch, position)
 
     def lost(self, page: Page) -> None:
         """The page was evicted by need, not by plan: if the plan still has it, it is fetched again."""
@@ -90,7 +139,8 @@ class Replay:
         page = self._table[stay.page]
         if (page.host if self.tier is self._room.host else page.device) is None or page.leaving:
             fresh = stay.fresh and since <= lead
-            self._waiting.append((need, Fetch(stay.page, plan.offsets[index], lead, fresh, index), True))
+            fetch = Fetch(stay.page, plan.offsets[index], lead, fresh, index)
+            insort(self._waiting, Waiting(need, fetch, True), key=_need)
 
     def place(self, page: Page) -> int | None:
         """Where the plan has the page now; None when it isn't resident in it, or wherever there is room."""
@@ -105,21 +155,40 @@ class Replay:
         if plan is None:
             return
         position, length = self._position(), self._length
-        if position != self._done:
-            for access in range(max(self._done, position - length), position):
-                for number in plan.writes[access % length]:
-                    self._write(self._table[number])
-                for fetch in self._due[access % length]:
-                    self._waiting.append((access + fetch.lead, fetch, False))
-            self._done = max(self._done, position) if position > self._done - length else position
+        begun = range(max(self._done, position - length), position)
+        self._done = max(self._done, position) if position > self._done - length else position
+        for access in begun:
+            for number in plan.writes[access % length]:
+                self._write(self._table[number])
         if self._waiting:
-            # What is evicted meanwhile joins the new list.
-            entries, self._waiting = self._waiting, []
-            if len(entries) > 1:
-                entries.sort(key=_need)
-            self._waiting += [
-                entry for entry in entries if entry[0] >= position - 1 and not self._begin(*entry[1:])
-            ]
+            self._try_again(position)
+        for access in begun:
+            for fetch in self._due[access % length]:
+                need = access + fetch.lead
+                if need >= position - 1:
+                    self._start(fetch, need)
+
+    def _start(self, fetch: Fetch, need: int) -> None:
+        if not self._begin(fetch, False):
+            entry = Waiting(need, fetch, False)
+            entry.frame = self._obstacle
+            insort(self._waiting, entry, key=_need)
+
+    def _try_again(self, position: int) -> None:
+        entries, self._waiting = self._waiting, []
+        left = []
+        for entry in entries:
+            if entry.need < position - 1:
+                continue  # whoever needed it has it
+            if not entry.blocked:
+                soon = entry.late and entry.need <= position + SOON
+                if self._begin(entry.fetch, soon):
+                    continue
+                entry.frame = None if entry.late else self._obstacle
+            left.append(entry)
+        if self._waiting:  # what was evicted meanwhile
+            left = sorted(left + self._waiting, key=_need)
+        self._waiting = left
 
     @property
     def waiting(self) -> bool:
@@ -139,6 +208,7 @@ class Replay:
 
     def _begin(self, fetch: Fetch, late: bool) -> bool:
         """Begin it; whether there is nothing more to do."""
+        self._obstacle = None
         page = self._table[fetch.page]
         if page.error is not None:
             return True
@@ -211,8 +281,23 @@ class Replay:
         """Free a page's place of strays; False when that can't be done now."""
         free = True
         for frame in self.tier.slab.between(offset, offset + page.nbytes):
-            free = self._room.give_way(self.tier, frame, self.place(frame.page)) and free
+            place = self.place(frame.page)
+            if not self._room.give_way(self.tier, frame, place, self.missed(frame.page, place, page)):
+                free, self._obstacle = False, frame
         return free
+
+    def missed(self, stray: Page, place: int | None, page: Page) -> bool:
+        """Would a stray, which the plan has at ``place`` by now, be missed before ``page``, which it is in the way of?
+
+        It is not if it can be had again in time: it is clean, and not needed at once.
+        """
+        cursor = self._cursor
+        if place is None or cursor is None:
+            return False
+        need = cursor.schedule.next_use(stray.number, cursor.position)
+        return (stray.dirty or need <= cursor.position + SOON) and need <= cursor.schedule.next_use(
+            page.number, cursor.position
+        )
 
     def _count(self, page: Page) -> None:
         page.prefetched = True
@@ -220,4 +305,4 @@ class Replay:
         self._moves.record(Event.PREFETCH, page, *ARROW[page.state], Reason.PLAN)
 
 
-_need = itemgetter(0)
+_need = attrgetter("need")

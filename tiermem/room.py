@@ -38,6 +38,8 @@ class Room:
         self._chosen = reason
         # Where a plan has a page in a tier, if anywhere; the pager says.
         self.place: Callable[[Tier, Page], int | None] = lambda tier, page: None
+        # Would a page be missed if it made way for another? The pager says.
+        self.missed: Callable[[Tier, Page, Page], bool] = lambda tier, stray, page: False
         # Told of pages that give up their frames by need; the pager listens.
         self.lost: Callable[[Tier, Page], None] = lambda tier, page: None
         # Asked when nothing else may leave: lets go of pins that are only ahead of need, and says whether it had any.
@@ -50,23 +52,32 @@ class Room:
         self, tier: Tier, after: int | None = None, but: set[Frame] | None = None
     ) -> Iterator[Frame]:
         """Frames that may be released, best first; ``after``: only of pages not needed up to that position."""
-        on_host = tier is self.host
-        if on_host:
+        if tier is self.host:
             for frame in self.transfers.leaving():
                 if but is None or frame not in but:
                     yield frame
+        homes, last = self._homes[tier], []
         for number in tier.eviction.order():
-            page = self.table[number]
-            if page.state.journey or self.stays(tier, page):
-                continue
-            if on_host and page.stuck:
-                continue
-            victim = page.host if on_host else page.device
-            if victim is None or (but is not None and victim in but):
-                continue
-            if after is not None and not page.spent and tier.eviction.next_use(number) <= after:
-                continue
-            yield victim
+            if number in homes:
+                # Units that are always needed: not for long is anything gained by it.
+                last.append(number)
+            elif (victim := self._victim(tier, number, after, but)) is not None:
+                yield victim
+        for number in last:
+            if (victim := self._victim(tier, number, after, but)) is not None:
+                yield victim
+
+    def _victim(self, tier: Tier, number: int, after: int | None, but: set[Frame] | None) -> Frame | None:
+        """The page's frame, if it may be released; see :meth:`_victims`."""
+        page, on_host = self.table[number], tier is self.host
+        if page.state.journey or self.stays(tier, page) or (on_host and page.stuck):
+            return None
+        victim = page.host if on_host else page.device
+        if victim is None or (but is not None and victim in but):
+            return None
+        if after is not None and not page.spent and tier.eviction.next_use(number) <= after:
+            return None
+        return victim
 
     def stays(self, tier: Tier, page: Page) -> bool:
         """Is its frame in ``tier`` one that somebody uses? What is pinned on the device needs no frame on the host."""
@@ -92,8 +103,9 @@ class Room:
         moves = self.transfers
         for frame in tier.slab.between(offset, offset + page.nbytes):
             other = frame.page
-            if home is None and self.place(tier, other) == frame.offset:
-                return None  # the step has left its schedule: both should be there
+            place = None if home is not None else self.place(tier, other)
+            if place is not None and (place == frame.offset or self.missed(tier, other, page)):
+                return None  # the step has left its schedule: both should be there, or the other will be needed first
             if other.state.journey:
                 other.leaving = False
                 self._wait(other)
@@ -152,15 +164,16 @@ class Room:
             self.waited_ns += self._blocked_ns
         return frame
 
-    def give_way(self, tier: Tier, frame: Frame, place: int | None) -> bool:
+    def give_way(self, tier: Tier, frame: Frame, place: int | None, wanted: bool = False) -> bool:
         """Free a frame for a plan, without waiting; whether it is free now.
 
-        ``place`` is where the plan has the page that is in it: it goes there if it can, and is evicted otherwise.
+        ``place`` is where the plan has the page that is in it: it goes there if it can, and is evicted otherwise,
+        unless it is ``wanted`` sooner than what it would make way for.
         """
         page = frame.page
         if place == frame.offset or page.number in self.held:
             return False
-        if page.state is State.WRITING and tier is self.host:
+        if page.state is State.WRITING and tier is self.host and not wanted:
             page.leaving = True  # gone when it has landed
         if page.state.journey or self.stays(tier, page):
             return False
@@ -168,7 +181,7 @@ class Room:
             return False
         if place is not None and page.state is State.HOST and self._move(page, frame, place):
             return True
-        if page.device_dirty:
+        if wanted or page.device_dirty:
             return False
         self.evict(tier, page)
         return not page.leaving

@@ -123,6 +123,7 @@ class Runtime:
             stack.callback(self.run.close)
             self.notes.extend(self.run.notes)
         capacity, device_capacity = self._cut(net, dtype)
+        self.capacity = capacity
         total = sum(page.nbytes for page in self.table)
         note = budget.beyond(self.budgets["host"], min(capacity, total), look())
         self.notes.extend([note] if note else [])
@@ -281,10 +282,9 @@ class Runtime:
         cut = budget.fit(ways, build, capacity, device_capacity, (overhead, buffers))
         self.table, self.units = cut.table, cut.units
         self.need = cut.host.nbytes
+        self.part_numel = cut.part_numel if resumed is None else resumed["part_numel"]
         if self.run is not None:
-            self.layout = describe(
-                self.units, self.table, cut.part_numel if resumed is None else resumed["part_numel"]
-            )
+            self.layout = describe(self.units, self.table, self.part_numel)
             for group, page in self._pages():
                 page.durable = page.kind is not Kind.GRADIENT
                 if page.durable and group.trainable:
@@ -390,6 +390,7 @@ class Runtime:
             "policy": self.config.to_toml(),
             "device": self.device.name,
             "limits": self.limits,
+            "cut": {"part_numel": self.part_numel, "beside": self.budgets["host"] - self.capacity},
         }
         file = self.config.trace.file
         if self.peers is not None:

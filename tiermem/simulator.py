@@ -15,6 +15,7 @@ from tiermem.policies import Ahead, Plan, Schedule, bound, compile_plan, evictio
 from tiermem.policies.demand import demand
 from tiermem.policies.split import on_device, on_host
 from tiermem.policies.timeline import Link, Timeline, play
+from tiermem.recut import recut
 from tiermem.trace.recorded import Recorded
 
 ALIGNMENT = 4096
@@ -82,8 +83,10 @@ def simulate(
     Raises BudgetError where a budget can't hold what one access needs, with the smallest that would do.
     """
     plans = {} if plans is None else plans
+    recorded = recut(recorded, machine.host)
     seconds = [each / machine.compute for each in recorded.seconds]
-    disk = Link(machine.disk_read, machine.disk_write, LATENCY)
+    effort = recorded.effort.transfer / machine.compute
+    disk = Link(machine.disk_read, machine.disk_write, LATENCY, effort)
     parameters = frozenset(page for page, kind in recorded.kinds.items() if kind == "parameter")
     links: dict[str, LinkUse] = {}
     lines: list[Timeline] = []
@@ -93,9 +96,11 @@ def simulate(
         fixed = recorded.fixed["device"]
         room = _room("device", machine.device, above, recorded, fixed)
         if "device" not in plans:
-            plans["device"] = compile_plan(above, recorded.sizes, room, fixed=fixed, seconds=seconds)
+            plans["device"] = compile_plan(
+                above, recorded.sizes, room, fixed=fixed, seconds=seconds, movable=False
+            )
         plan = plans["device"]
-        lines.append(play(plan, recorded.sizes, seconds, Link(machine.pcie, machine.pcie, LATENCY)))
+        lines.append(play(plan, recorded.sizes, seconds, Link(machine.pcie, machine.pcie, LATENCY, effort)))
         least = bound(above, recorded.sizes, room, fixed=fixed) if bounds else 0
         links["device"] = LinkUse(plan.loaded, plan.written, least, lines[0].link)
         schedule, both = on_host(schedule, parameters, plan), machine.host + machine.device
@@ -106,10 +111,11 @@ def simulate(
     # With a device, what is in either of the two need not come from the disk.
     least = _least(recorded, both) if bounds else 0
     links["disk"] = LinkUse(read, written, least, line.link)
-    compute = sum(seconds)
+    # Each line computes the same, and has the effort of its own transfers on top.
+    compute = sum(seconds) + sum(each.compute - sum(seconds) for each in lines)
     return Simulated(
         machine=machine,
-        step_s=compute + sum(each.step - each.compute for each in lines),
+        step_s=compute + sum(each.late + each.no_frame for each in lines),
         compute_s=compute,
         stalls_s={
             "for pages on their way": sum(each.late for each in lines),

@@ -17,6 +17,7 @@ from torch import nn
 from tiermem import budget
 from tiermem.errors import BudgetError, format_bytes
 from tiermem.page import Kind
+from tiermem.parts import part_numel
 from tiermem.planner.model import Model
 from tiermem.planner.process import PROCESS_NBYTES
 from tiermem.planner.shape import Training, activation_nbytes
@@ -319,8 +320,8 @@ def _cut(
     count = sum(len(group.parts) for unit in units for group in unit.groups)
     if count > MAX_PARTS and count > 2 * len(units):
         elements = sum(group.numel for unit in units for group in unit.groups)
-        numel = min(elements // MAX_PARTS, host // 384)  # as budget.part_numel, without its largest part
-        if numel > budget.part_numel(host):
+        numel = min(elements // MAX_PARTS, host // 384)  # as part_numel, without its largest part
+        if numel > part_numel(host):
             table, units = build({unit.name: unit.module for unit in units[1:]}, numel)
     return table, units, needs
 

@@ -6,7 +6,7 @@ The order is the schedule that the run followed last. The times are medians over
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,17 @@ MAX_STEPS = 16
 PLACEMENT = {"parameter": "parameters", "gradient": "gradients"}
 
 
+FEW_PAIRS = 400
+"""Accesses that are compared with each other to find what a transfer takes."""
+
+
+class Effort(NamedTuple):
+    """Seconds of whoever computes that aren't arithmetic: of each update of the optimizer's, and of each transfer."""
+
+    update: float = 0.0
+    transfer: float = 0.0
+
+
 @dataclass(frozen=True)
 class Recorded:
     """One step of a run. Bytes, seconds, and bytes per second."""
@@ -40,7 +51,8 @@ class Recorded:
     stuck: frozenset[int]
     """Pages that may not sink to the disk."""
     seconds: tuple[float, ...]
-    """What each access computes, waiting left out; zeros where no step tells."""
+    """What each access computes, waiting and the effort of transfers left out; zeros where no step tells."""
+    effort: Effort
     budgets: Mapping[str, int]
     """By tier, those of the fixed pages included."""
     moved: Mapping[str, float]
@@ -52,12 +64,17 @@ class Recorded:
     num_steps: int
     policy: str
     """What chose the victims, as the policy file names it."""
+    part_numel: int = 0
+    """The most elements of a part of optimizer state; 0 where the trace doesn't say."""
+    beside: int = 0
+    """Bytes of the host's budget that pages can't have."""
 
 
 def recorded(trace: TraceFile) -> Recorded:
     """What ``trace`` says of a step. Raises `TraceError` where it doesn't have a schedule."""
     keep = (
         Event.USE, Event.HIT, Event.FAULT, Event.STALL, Event.STEP, Event.LANDED, Event.WRITEBACK,
+        Event.OPTIMIZER,
     )  # fmt: skip
     parts = [piece[having(piece, keep)] for piece in trace.pieces()]
     records = np.concatenate(parts) if parts else trace.records
@@ -110,7 +127,9 @@ def _measured(
     steps = records[records["event"] == Event.STEP][-MAX_STEPS:]
     requests = records[having(records, (Event.HIT, Event.FAULT))]
     stalls = records[records["event"] == Event.STALL]
-    rows, took, begin, end = [], [], 0, 0
+    updates = records[records["event"] == Event.OPTIMIZER]
+    transfers = records[having(records, (Event.LANDED, Event.WRITEBACK)) & (records["source"] != Tier.NONE)]
+    rows, arithmetic, moves, took, begin, end = [], [], [], [], 0, 0
     for step in steps:
         start, stop = int(step["start"]), int(step["start"] + step["duration"])
         here = requests[(requests["start"] >= start) & (requests["start"] < stop)]
@@ -119,23 +138,26 @@ def _measured(
             continue
         start = begins[0]  # before its first access there is the input, which paging has no part in
         edges = np.array([*begins, stop])
-        waits = stalls[(stalls["start"] >= start) & (stalls["start"] < stop)]
-        waited = np.zeros(len(schedule))
-        at = np.searchsorted(edges, waits["start"], "right") - 1
-        np.add.at(waited, np.minimum(at, len(schedule) - 1), waits["duration"])
+        waited = _shared(edges, stalls["start"], stalls["duration"])
         rows.append(np.maximum(0.0, np.diff(edges) - waited))
+        arithmetic.append(_shared(edges, updates["start"], updates["duration"]))
+        ends = transfers["start"] + transfers["duration"]
+        # Each is begun in one access and ended in one.
+        moves.append((_shared(edges, transfers["start"]) + _shared(edges, ends)) / 2)
         took.append(stop - start)
         begin, end = begin or start, stop
-    seconds = np.zeros(len(schedule))
+    seconds, effort = np.zeros(len(schedule)), Effort()
     if rows:
-        seconds = np.median(rows, axis=0)
+        seconds, counts = np.median(rows, axis=0), np.median(moves, axis=0)
+        effort = _effort(seconds - np.median(arithmetic, axis=0), counts, schedule)
+        seconds = np.maximum(0.0, seconds - counts * effort.transfer)
         # Medians of parts add up to less than the median of the whole: what is rare belongs to no part.
-        whole = float(np.median(np.sum(rows, axis=1)))
-        seconds *= whole / seconds.sum() if seconds.any() else 1.0
-    transfers = records[having(records, (Event.LANDED, Event.WRITEBACK)) & (records["source"] != Tier.NONE)]
+        whole = float(np.median(np.sum(rows, axis=1) - np.sum(moves, axis=1) * effort.transfer))
+        seconds *= max(0.0, whole) / seconds.sum() if seconds.any() else 1.0
     steady = transfers[(transfers["start"] >= begin) & (transfers["start"] < end)]
     moved, rates = _links(steady, max(1, len(rows)))
     policy = _policy(trace)
+    part_numel, unused = _cut(trace)
     return Recorded(
         schedule=schedule,
         sizes=sizes,
@@ -143,13 +165,48 @@ def _measured(
         fixed=_fixed(trace),
         stuck=_stuck(policy, kinds),
         seconds=tuple((seconds / 1e9).tolist()),
+        effort=Effort(*(each / 1e9 for each in effort)),
         budgets=trace.budgets,
         moved=moved,
         rates=rates,
         step_s=float(np.median(took)) / 1e9 if took else 0.0,
         num_steps=len(rows),
         policy=policy.policy.eviction,
+        part_numel=part_numel,
+        beside=unused,
     )
+
+
+def _shared(edges: Any, at: Any, amounts: Any = None) -> Any:
+    """What falls between each two ``edges``: the sum of its amounts, or how many there are."""
+    where = np.searchsorted(edges, at, "right") - 1
+    inside = (where >= 0) & (where < len(edges) - 1)
+    weights = None if amounts is None else amounts[inside]
+    return np.bincount(where[inside], weights, len(edges) - 1).astype(np.float64)
+
+
+def _effort(rest: Any, counts: Any, schedule: Schedule) -> Effort:
+    """From the optimizer's accesses, whose arithmetic is in the trace; ``rest`` is what else they took.
+
+    The median slope between any two of them (P. K. Sen, "Estimates of the regression coefficient based on Kendall's
+    tau", JASA 63, 1968), which a few that took long don't change.
+    """
+    updates = np.array([access.phase is Phase.OPTIMIZER for access in schedule.accesses])
+    rest, counts = rest[updates], counts[updates]
+    every = max(1, len(rest) // FEW_PAIRS)
+    some, many = rest[::every], counts[::every]
+    more = many[None, :] - many[:, None]
+    slopes = (some[None, :] - some[:, None])[more >= 1] / more[more >= 1]
+    transfer = max(0.0, float(np.median(slopes))) if len(slopes) else 0.0
+    update = max(0.0, float(np.median(rest - counts * transfer))) if len(rest) else 0.0
+    return Effort(update, transfer)
+
+
+def _cut(trace: TraceFile) -> tuple[int, int]:
+    """How the run cut its parts, as far as the trace, which is anybody's, says so."""
+    cut = trace.meta.get("cut")
+    found = [cut.get(name, 0) if isinstance(cut, dict) else 0 for name in ("part_numel", "beside")]
+    return (found[0], found[1]) if all(isinstance(each, int) and each >= 0 for each in found) else (0, 0)
 
 
 def _begins(requests: Records, schedule: Schedule) -> list[int] | None:
