@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 import tiermem
 from tests.models import BY_NAME, GPT, Block, Case
+from tests.optimizers import ELEMENTWISE, MIXING
 from tests.parity import adamw, build, snapshot
 from tiermem.device import StandInDevice
-from tiermem.trainer import AdamW
+from tiermem.trainer import AdamW, paged
 
 
 class Experts(nn.Module):
@@ -62,6 +64,7 @@ class Spec:
     dtype: torch.dtype = torch.float32
     three: bool = False
     sgd: bool = False
+    other: str | None = None  # an optimizer of another class, by its name in tests.optimizers
     eps: float = 1e-8
     config: dict[str, Any] = field(default_factory=dict)
     between: Callable[[int, nn.Module, int], None] | None = None  # rank, model, step: after each step
@@ -148,6 +151,10 @@ def optimizer_of(model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
     """Settings under which every term of the formula counts."""
     if spec.sgd:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if spec.other is not None:
+        kind, settings = {**ELEMENTWISE, **MIXING}[spec.other]
+        make = partial(paged, kind) if isinstance(model, tiermem.TieredModule) else kind
+        return make(model.parameters(), **settings)
     optimizer: AdamW = adamw(model, eps=spec.eps)
     return optimizer
 

@@ -33,6 +33,9 @@ TWO = {
     "three tiers": Spec(model="gpt", host="1200KiB", three=True, steps=3),
     "lru": Spec(host=TIGHT, steps=2, config={"policy": {"eviction": "lru"}}),
     "changes by the loop": Spec(host=TIGHT, between=halve, steps=2),
+    "momentum": Spec(host=SMALL, other="SGD with momentum", steps=3),
+    "NAdam, stage 1": Spec(stage=1, host=SMALL, other="NAdam", steps=2),
+    "what mixes a tensor, stage 0": Spec(stage=0, host="1MiB", other="TrustRatio", steps=2),
     "one rank looks": Spec(model="gpt", host=TIGHT, between=look_on_one, steps=2),
 }
 # Keys' biases have a gradient that is zero but for rounding. With the usual eps Adam makes whole steps of that noise.

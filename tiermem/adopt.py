@@ -181,11 +181,8 @@ class Adoption:
         available = available_nbytes()
         with self._door, torch.no_grad():
             for group in self._groups:
-                for part in group.parts:
-                    for page in part.pages:
-                        self._pager.discard(
-                            page
-                        )  # so that nothing is written to make room for what goes anyway
+                for page in group.state_pages:
+                    self._pager.discard(page)  # so that nothing is written to make room for what goes anyway
             if self._device.torch_device.type == "cpu" and needed > available:
                 warnings.warn(
                     f"the parameters take {format_bytes(needed)} and {format_bytes(available)} of memory are "

@@ -53,13 +53,15 @@ class Spent(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise _given_up(next(each.field for each in tree_leaves((args, kwargs)) if isinstance(each, Spent)))
+        raise given_up(next(each.field for each in tree_leaves((args, kwargs)) if isinstance(each, Spent)))
 
 
-def _given_up(name: str) -> PagingError:
+def given_up(name: str) -> PagingError:
+    """What is raised for a gradient of this parameter that isn't there any more."""
     return PagingError(
-        f"the gradient of {name} was given up after optimizer.step(), to make room: call zero_grad() before the next "
-        "backward, or read gradients before step()"
+        f"the gradient of {name} was given up once the optimizer had used it (in step(), or in backward with "
+        "during_backward=True), to make room: call zero_grad() before the next backward, be in model.no_sync() for all "
+        "micro-batches but the last, or read gradients before"
     )
 
 
@@ -124,7 +126,7 @@ class Gradients:
         with self._door:
             if page.spent and any(group.landed):
                 if page.blank:
-                    raise _given_up(group.fields[index].name)
+                    raise given_up(group.fields[index].name)
                 page.spent = False
             self._pager.fault([page], Phase.BACKWARD, page.unit)
         try:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from time import perf_counter_ns as now
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,19 @@ from tiermem.views import Views, tensors_in
 _CALL_FILE = nn.Module.__call__.__code__.co_filename
 
 
+class Updater(Protocol):
+    """Who updates units while backward runs. None of this is called inside the door."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def landed(self, group: Group, index: int) -> None:
+        """The gradient of one field has landed."""
+
+    def run(self) -> None:
+        """Units may have been left."""
+
+
 class Hooks:
     """The hooks of one wrapped model, from :meth:`attach` to :meth:`detach`; the owner of its parameters."""
 
@@ -59,6 +72,7 @@ class Hooks:
         self.door = door
         self.trace = pager.transfers.trace
         self.commits: Commits | None = None  # where the run is durable
+        self.updater: Updater | None = None  # of an optimizer that doesn't wait for its step
         self.home: dict[int, tuple[Group, int]] = {}
         for unit in units:
             for group in unit.groups:
@@ -295,11 +309,11 @@ class Hooks:
 
     def _enter_backward(self, unit: Unit, gradients: Any) -> None:
         self.views.check_open()
+        if self.updater is not None:
+            self._update_left(unit, self.updater)
         with self.door:
-            if any(unit is other for other, _, _ in self._open):
+            if not self._close_before(unit):
                 return
-            while self._open and self._open[-1][0].number not in unit.outer:
-                self._close_last()
             if not self._in_backward:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._end_backward)
@@ -312,6 +326,22 @@ class Hooks:
             self._open.append((unit, pages, now()))
             self.pager.pump()
 
+    def _close_before(self, unit: Unit) -> bool:
+        """Leave the units that this one isn't in, unless it is open itself. Under the door."""
+        if any(unit is other for other, _, _ in self._open):
+            return False
+        while self._open and self._open[-1][0].number not in unit.outer:
+            self._close_last()
+        return True
+
+    def _update_left(self, unit: Unit, updater: Updater) -> None:
+        """Before a unit takes room: those that are left have their updates."""
+        if not self._in_backward:
+            updater.begin()
+        with self.door:
+            self._close_before(unit)
+        updater.run()
+
     def _leave_backward(self, unit: Unit, gradients: Any) -> None:
         with self.door:
             while any(unit is other for other, _, _ in self._open):
@@ -322,7 +352,9 @@ class Hooks:
             self._close_backward()
             if self._in_backward and self.reduction.ranks is not None:
                 self.reduction.end_backward()
-            self._in_backward = False
+            ended, self._in_backward = self._in_backward, False
+        if ended and self.updater is not None:
+            self.updater.run()
 
     def _close_backward(self) -> None:
         while self._open:
@@ -357,6 +389,8 @@ class Hooks:
             # A context only where it is needed, in a backward that is differentiated: this runs for every tensor.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self.gradients.land(group, index, gradient)
+        if self.updater is not None:
+            self.updater.landed(group, index)
 
     # -- the owner of the parameters, see parameter.Owner -------------------------------------------------------
 

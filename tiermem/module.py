@@ -119,9 +119,15 @@ class TieredModule(nn.Module):
         The same numbers as ``torch.nn.utils.clip_grad_norm_``, bit for bit, without bringing the gradients back:
         from the second call on, norms are taken while gradients land, and the factor is applied by the optimizer
         when it reads them. Raises RuntimeError with ``error_if_nonfinite`` when the norm isn't finite. Across ranks it
-        is the norm of the mean gradient, equal up to rounding; all of them must call it.
+        is the norm of the mean gradient, equal up to rounding; all of them must call it. Raises PagingError where the
+        optimizer updates units during backward: its first update is made before there is a norm.
         """
         self._runtime.check_open()
+        if self._runtime.hooks.updater is not None:
+            raise PagingError(
+                "clip_grad_norm_() needs all gradients before the first update, and this model's optimizer updates "
+                "units during backward: make it with during_backward=False"
+            )
         if self._runtime.ranks is not None:
             self._runtime.hooks.release_resident()
         return self._runtime.hooks.gradients.clip(
@@ -132,8 +138,9 @@ class TieredModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within it, gradients are added up here and not sent to other ranks: for all micro-batches but the last.
 
-        Saves communication, and holds the whole gradients meanwhile, on the disk if need be. Without other ranks it
-        changes nothing.
+        Saves communication, and holds the whole gradients meanwhile, on the disk if need be. An optimizer that updates
+        units during backward (``during_backward=True``) doesn't within it. Otherwise, without other ranks, it changes
+        nothing.
         """
         reduction = self._runtime.hooks.reduction
         before, reduction.quiet = reduction.quiet, True

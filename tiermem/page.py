@@ -32,6 +32,8 @@ class Kind(enum.IntEnum):
     ACTIVATION = 5
     PARAMETER_SHARD = 6
     GRADIENT_SHARD = 7
+    STATE = 8
+    """Of an optimizer other than ours: tensors of one name in its state."""
 
 
 class State(enum.IntEnum):

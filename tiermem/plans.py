@@ -37,9 +37,6 @@ class Plans:
         self.compiled = 0
         self.compile_ns = 0
         self._table = table
-        self._sizes = {page.number: page.nbytes for page in table}
-        self._parameters = frozenset(page.number for page in table if page.kind is Kind.PARAMETER)
-        self._stuck = frozenset(page.number for page in table if not page.sinks)
         self._ahead = ahead
         self._kept: dict[
             int, tuple[Schedule, dict[Tier, Plan]]
@@ -65,11 +62,12 @@ class Plans:
         if not len(schedule):
             return plans
         below = schedule
+        parameters = frozenset(page.number for page in self._table if page.kind is Kind.PARAMETER)
         try:
             if self.device is not None:
-                above = on_device(schedule, self._parameters)
+                above = on_device(schedule, parameters)
                 plans[self.device.tier] = plan = self._plan(above, self.device, seconds)
-                below = on_host(schedule, self._parameters, plan)
+                below = on_host(schedule, parameters, plan)
             plans[self.host.tier] = self._plan(below, self.host, seconds)
         except ValueError:
             # Pages that may not sink, or tensors that somebody holds, can leave less than a plan needs.
@@ -77,12 +75,15 @@ class Plans:
         return plans
 
     def _plan(self, schedule: Schedule, area: Area, seconds: Sequence[float]) -> Plan:
+        # As they are now: an optimizer's state may have got pages since the last plan.
+        sizes = {page.number: page.nbytes for page in self._table}
+        stuck = frozenset(page.number for page in self._table if not page.sinks)
         return compile_plan(
             schedule,
-            self._sizes,
+            sizes,
             area.capacity,
             fixed=area.fixed,
-            stuck=self._stuck if area is self.host else frozenset(),
+            stuck=stuck if area is self.host else frozenset(),
             ahead=self._ahead,
             seconds=seconds,
             movable=area is self.host,

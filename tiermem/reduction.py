@@ -247,7 +247,7 @@ class Reduction:
                 parts += [known[index] for index in indices]
                 continue
             with self._summed(group):
-                self._scale(group)
+                self.scale(group)
                 parts += self._slice_norms(group, indices, norm_type)
         said = ranks.meet("norm", _combined(parts, norm_type).hex(), "clip_grad_norm_()")
         return _combined([float.fromhex(each) for each in said], norm_type)
@@ -271,12 +271,13 @@ class Reduction:
                 with self._door:
                     self._pager.unpin([page], dirty=True)
 
-    def _scale(self, group: Group) -> None:
-        """Apply what clipping has asked for."""
+    def scale(self, group: Group) -> None:
+        """Apply what clipping has asked for to what the optimizer reads; its page is resident."""
         if group.scale is not None:
             scale, group.scale = group.scale, None
             self._typed(group.summed).mul_(scale)
             self._norms.pop(group, None)
+            group.normed[:] = bytes(len(group.normed))
 
     def _slice_norms(self, group: Group, indices: Iterable[int], norm_type: float) -> list[float]:
         """The norm of each field's elements within this rank's slice; its page is resident."""
@@ -366,7 +367,7 @@ class Reduction:
         flat = torch.empty(field.numel, dtype=group.dtype)
         own = self._own(group, index)
         with self._summed(group) as page:
-            self._scale(group)
+            self.scale(group)
             start = field.offset - group.first_of(page)
             flat[slice(*own)].copy_(self._typed(page)[start + own[0] : start + own[1]])
         ranks.wait(ranks.share("grad", flat, own), f"the gradient of {field.name}")

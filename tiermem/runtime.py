@@ -52,6 +52,7 @@ PLACEMENT = {
     Kind.MASTER: "optimizer",
     Kind.EXP_AVG: "optimizer",
     Kind.EXP_AVG_SQ: "optimizer",
+    Kind.STATE: "optimizer",
     Kind.PARAMETER_SHARD: "parameters",
     Kind.GRADIENT_SHARD: "gradients",
 }
@@ -140,7 +141,7 @@ class Runtime:
             device_tier = Tier("device", memory, eviction(config.policy.eviction))
             stack.callback(device_tier.close)
         arena = self._arena(capacity, total)
-        host = self._host("host", min(capacity - arena, total), stack)
+        host = self._host("host", min(capacity - arena, total + self._spare()), stack)
         self.door = Door()
         paging = total > host.slab.nbytes
         sinking = arena > 0 and config.placement.activations is TierName.DISK
@@ -345,6 +346,12 @@ class Runtime:
         arena = budget.arena(capacity, total, self.need, 8 if place is TierName.DISK else 4)
         self.notes.extend([budget.no_arena(arena, least, self.need)] if arena < least else [])
         return arena
+
+    def _spare(self) -> int:
+        """Bytes for an optimizer that keeps more than ours; they take no memory until they are used, unless pinned."""
+        return (
+            sum(page.nbytes for page in self.table if page.kind is Kind.EXP_AVG) if self.device.unified else 0
+        )
 
     def _host(self, name: str, nbytes: int, stack: contextlib.ExitStack) -> Tier:
         """A slab of the host's: one buffer, pinned where there is CUDA."""
@@ -560,8 +567,9 @@ class Runtime:
 
 def facts(page: Page, group: Group) -> dict[str, Any]:
     """What a page is, in JSON: kind and dtype, and the tensors in it with their first elements, sizes and strides."""
-    part = next((part for part in group.parts if page in part.pages), None)
-    start = part.start if part is not None else 0
+    starts = {page.number: part.start for part in group.parts for page in part.pages}
+    starts |= {each.page.number: each.start for stretches in group.states.values() for each in stretches}
+    start = starts.get(page.number, 0)
     return {
         "kind": page.kind.name.lower(),
         "dtype": str(page.dtype).removeprefix("torch."),
@@ -587,4 +595,4 @@ def pages_of(group: Group) -> list[Page]:
     """All pages of a group."""
     pages = [group.parameter, *([group.gradient] if group.gradient else [])]
     pages += [page.shard for page in pages if page.shard is not None]
-    return pages + [page for part in group.parts for page in part.pages]
+    return pages + group.state_pages

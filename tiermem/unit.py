@@ -53,12 +53,21 @@ class Part(NamedTuple):
         return [page for page in (self.master, self.exp_avg, self.exp_avg_sq) if page is not None]
 
 
+class Stretch(NamedTuple):
+    """A page and the elements of its group that it holds."""
+
+    page: Page
+    start: int
+    stop: int
+
+
 class Group:
     """The tensors of one unit that have a page together: one dtype, all trainable or all frozen.
 
     The parameter page, the gradient page and the parts' pages give every element the same offset. ``landed`` says of
     which fields a gradient has arrived since the last ``zero_grad``; ``held`` which of them are in the gradient page,
-    and not, reduced over the ranks, in its shard. ``first`` is the first element of this rank's slice.
+    and not, reduced over the ranks, in its shard. ``first`` is the first element of this rank's slice. ``states`` are
+    the pages of an optimizer that isn't ours, by what it calls them.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class Group:
         self.parameter = parameter
         self.gradient = gradient
         self.parts: tuple[Part, ...] = ()
+        self.states: dict[str, list[Stretch]] = {}
         self.landed = bytearray(len(fields))
         self.held = self.landed
         self.first = 0
@@ -105,6 +115,12 @@ class Group:
     def trainable(self) -> bool:
         """Do these parameters get gradients?"""
         return self.gradient is not None
+
+    @property
+    def state_pages(self) -> list[Page]:
+        """The pages of optimizer state, of whichever optimizer."""
+        pages = [page for part in self.parts for page in part.pages]
+        return pages + [stretch.page for stretches in self.states.values() for stretch in stretches]
 
     @property
     def dtype(self) -> torch.dtype:

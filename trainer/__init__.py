@@ -1,5 +1,6 @@
 """Training on tiered memory: the optimizer, and the loop of the command line."""
 
 from tiermem.trainer.adam import Adam, AdamW
+from tiermem.trainer.optimizer import paged
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "paged"]

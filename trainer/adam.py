@@ -6,18 +6,18 @@ master and float32 moments, in one pass over memory by :class:`~tiermem.trainer.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
+from tiermem.trainer.base import Exact, PagingOptimizer
+from tiermem.trainer.during import DuringBackward
 from tiermem.trainer.kernel import Hyper, Kernel
-from tiermem.trainer.paged import PagedUpdate
+from tiermem.trainer.moments import AdamUpdate
 
 __all__ = ["Adam", "AdamW"]
 
@@ -26,7 +26,7 @@ _TAKES = "this Adam takes float32, bfloat16, float16"
 _FLOAT32_STATE = ("exp_avg", "exp_avg_sq", "master")
 
 
-class Adam(Optimizer):
+class Adam(PagingOptimizer):
     """Adam (Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015).
 
     ``params`` are tensors, named tensors or parameter groups, dense, on the CPU, of float32, bfloat16 or
@@ -37,6 +37,12 @@ class Adam(Optimizer):
     ``kernel`` lends the optimizer threads; whoever lends it closes it. Without one the optimizer makes its
     own at the first step, with ``torch.get_num_threads()`` threads, which end when the optimizer is
     collected.
+
+    ``during_backward``: of a :class:`tiermem.TieredModule`, update a unit as soon as backward has left it and its
+    gradients are complete, and give them up, so that they never go to the disk and back. ``step()`` does the rest, and
+    must follow each backward that isn't in ``model.no_sync()``. The numbers are the same. Clipping and loss scaling,
+    which need all gradients before the first update, and several ranks are refused; a backward that raises an error
+    leaves what it had updated.
 
     State per parameter: ``step`` (float32 scalar), ``exp_avg`` and ``exp_avg_sq`` (float32, the parameter's
     shape and strides) and, unless the parameter is float32, ``master`` (float32, likewise). So a float32
@@ -65,6 +71,7 @@ class Adam(Optimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
         kernel: Kernel | None = None,
+        during_backward: bool = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -79,8 +86,9 @@ class Adam(Optimizer):
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         self._kernel = kernel
+        self.during_backward = during_backward
         self._seen: dict[Tensor, tuple[int, int]] = {}
-        self._paged: dict[Hooks, PagedUpdate] = {}  # for each wrapped model among the parameters
+        self._paged: dict[Hooks, AdamUpdate] = {}  # for each wrapped model among the parameters
         defaults = {
             "lr": lr,
             "betas": (float(betas[0]), float(betas[1])),
@@ -107,13 +115,14 @@ class Adam(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_kernel", None)
         self.__dict__.setdefault("_paged", {})
+        self.__dict__.setdefault("during_backward", False)
         self._seen = {}
         for group in self.param_groups:
             group.setdefault("maximize", False)
             group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
         for values in self.state.values():
             for name, value in values.items():
-                if isinstance(value, _Exact):
+                if isinstance(value, Exact):
                     values[name] = value.tensor
             if "step" in values:
                 values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
@@ -153,82 +162,9 @@ class Adam(Optimizer):
         self._find_paged()
         for group in self.param_groups:
             self._step_plain(group, (p for p in group["params"] if owner_of(p) is None))
-        if self._paged:
-            hypers = [hyper_of(group) for group in self.param_groups]
-            for update in self._paged.values():
-                update.step(self.kernel, hypers)
+        for update in self._paged.values():
+            update.step(*self.with_what())
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; those of paged parameters page by page, without bringing them back."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if owner_of(p) is None and p.grad is not None:
-                    p.grad = None if set_to_none else p.grad.detach().zero_()
-        self._find_paged(closed_too=True)
-        for hooks, update in self._paged.items():
-            if hooks.views.closed:
-                continue  # its parameters are ordinary again
-            forget = hooks.forget_gradients if set_to_none else hooks.zero_gradients
-            forget(update.settings)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; parameters of a :class:`tiermem.TieredModule` get their state as pages of it."""
-        super().add_param_group(param_group)
-        self._take_paged(len(self.param_groups) - 1)
-
-    def _find_paged(self, closed_too: bool = False) -> None:
-        """Take over parameters that were wrapped after the optimizer was made; refuse those of a closed model."""
-        if not closed_too and any(hooks.views.closed for hooks in self._paged):
-            raise PagingError(
-                "the model of this optimizer has been closed, and its moments and master weights went with its pages: "
-                "take optimizer.state_dict() before close(), and load it into a new optimizer after"
-            )
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                owner = owner_of(p)
-                if isinstance(owner, Hooks) and self._update_of(p) is None and owner.home[id(p)][0].trainable:
-                    self._take_paged(number)
-                    break
-
-    def _take_paged(self, number: int) -> None:
-        paged: dict[Hooks, list[Tensor]] = {}
-        for p in self.param_groups[number]["params"]:
-            owner = owner_of(p)
-            if isinstance(owner, Hooks) and self._update_of(p) is None:
-                if not owner.home[id(p)][0].trainable and p.requires_grad:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} was frozen when its model was wrapped, so it has no "
-                        "pages for gradient and state: set requires_grad before wrapping"
-                    )
-                if p.dtype not in _DTYPES and p.requires_grad:
-                    raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}: {_TAKES}")
-                if owner.home[id(p)][0].trainable:
-                    paged.setdefault(owner, []).append(p)
-        for owner, parameters in paged.items():
-            update = self._paged.setdefault(owner, PagedUpdate(owner, self))
-            update.add(parameters, number)
-            for p in parameters:
-                if self.state.get(p):
-                    update.write(p, self.state.pop(p))  # from updates before it was wrapped
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with full tensors; those of paged parameters are copies, page by page.
-
-        Raises PagingError when the model of paged parameters has been closed.
-        """
-        self._find_paged()
-        result = super().state_dict()
-        numbers: dict[int, int] = {}
-        for group, packed in zip(self.param_groups, result["param_groups"], strict=True):
-            numbers.update(zip(map(id, group["params"]), packed["params"], strict=True))
-        for group in self.param_groups:
-            for p in group["params"]:
-                update = self._update_of(p)
-                state = update.read(p) if update is not None else None
-                if state:
-                    result["state"][numbers[id(p)]] = state
-        return result
 
     def updates_of(self, parameter: Tensor) -> int | None:
         """How many updates a parameter has had whose state is in pages; None for any other.
@@ -237,18 +173,40 @@ class Adam(Optimizer):
         """
         self._find_paged()
         update = self._update_of(parameter)
-        return None if update is None else update.updates_of(parameter)
+        return update.updates_of(parameter) if isinstance(update, AdamUpdate) else None
 
     def set_updates(self, parameter: Tensor, count: int) -> None:
         """Say how many updates the state has had that somebody wrote into a parameter's pages."""
         update = self._update_of(parameter)
-        if update is not None:
+        if isinstance(update, AdamUpdate):
             update.set_updates(parameter, count)
 
-    def _update_of(self, p: Tensor) -> PagedUpdate | None:
-        owner = owner_of(p)
-        update = self._paged.get(owner) if isinstance(owner, Hooks) else None
-        return update if update is not None and id(p) in update.settings else None
+    def _update_for(self, owner: Hooks) -> AdamUpdate:
+        known = self._paged.get(owner)
+        if known is not None:
+            return known
+        update = AdamUpdate(owner, self)
+        if self.during_backward:
+            if owner.reduction.partition.world > 1:
+                raise ValueError(
+                    f"during_backward=True: {owner.reduction.partition.world} ranks share the model, and a gradient is "
+                    "complete only when all of them have given theirs: leave it out"
+                )
+            if owner.updater is not None:
+                raise ValueError(
+                    "during_backward=True: another optimizer updates this model during backward already"
+                )
+            owner.updater = DuringBackward(update)
+        self._paged[owner] = update
+        return update
+
+    def with_what(self) -> tuple[Kernel, list[Hyper]]:
+        """The kernel and each parameter group's settings, as they are now."""
+        return self.kernel, [hyper_of(group) for group in self.param_groups]
+
+    def _admit(self, parameter: Tensor) -> None:
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: {_TAKES}")
 
     def _step_plain(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
         """Update those of ``parameters`` that have gradients, each an ordinary tensor on the CPU."""
@@ -326,6 +284,7 @@ class AdamW(Adam):
         *,
         maximize: bool = False,
         kernel: Kernel | None = None,
+        during_backward: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -336,6 +295,7 @@ class AdamW(Adam):
             maximize=maximize,
             decoupled_weight_decay=True,
             kernel=kernel,
+            during_backward=during_backward,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -344,16 +304,9 @@ class AdamW(Adam):
             group["decoupled_weight_decay"] = True  # also when what was loaded is Adam's
 
 
-@dataclass(frozen=True, slots=True)
-class _Exact:
-    """A tensor of a state dict that is loaded as it is."""
-
-    tensor: Tensor
-
-
 def _wrap_float32_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     def wrap(name: str, value: Any) -> Any:
-        return _Exact(value.detach().to("cpu", torch.float32, copy=True)) if name in _FLOAT32_STATE else value
+        return Exact(value.detach().to("cpu", torch.float32, copy=True)) if name in _FLOAT32_STATE else value
 
     state = {
         number: {name: wrap(name, value) for name, value in values.items()}

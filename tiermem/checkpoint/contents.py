@@ -14,15 +14,18 @@ from torch.optim.optimizer import Optimizer
 
 from tiermem.checkpoint.document import encode, jsonable
 from tiermem.errors import CheckpointError
-from tiermem.page import Kind, Page
+from tiermem.page import Kind
 from tiermem.parameter import owner_of
 from tiermem.partition import ALONE, Partition
 from tiermem.runtime import Runtime
-from tiermem.unit import Field, Group
+from tiermem.unit import Field, Group, Stretch
 
 PARAMETERS, BUFFERS, OPTIMIZER = "parameters", "buffers", "optimizer"
 STATE = {Kind.MASTER: "master", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq"}
-"""The kinds of optimizer state that are in pages, by their names in ``optimizer.state_dict()``."""
+"""The kinds of our optimizer's state that are in pages, by their names in ``optimizer.state_dict()``."""
+
+What = Kind | str
+"""A kind of pages, or, of an optimizer that isn't ours, the name of a tensor in its state."""
 
 
 class Key(NamedTuple):
@@ -55,15 +58,12 @@ class Place(NamedTuple):
         return self.group.dtype if self.kind is Kind.PARAMETER else torch.float32
 
 
-class Stretch(NamedTuple):
-    """A page and the elements of its group that it holds."""
-
-    page: Page
-    start: int
-    stop: int
+def kinds_of(group: Group) -> list[What]:
+    """Which kinds of pages with what is saved a group may have."""
+    return [Kind.PARAMETER, *STATE, *group.states]
 
 
-def stretches(group: Group, kind: Kind) -> list[Stretch]:
+def stretches(group: Group, kind: What) -> list[Stretch]:
     """The pages of one kind of a group, in the order of their elements; empty where it has none of that kind.
 
     Of a model that ranks share, those of this rank: its slice of what is in slices.
@@ -73,6 +73,8 @@ def stretches(group: Group, kind: Kind) -> list[Stretch]:
         first = group.first_of(page)
         last = min(first + page.nbytes // page.dtype.itemsize, group.numel)
         return [Stretch(page, first, last)] if first < last else []
+    if isinstance(kind, str):
+        return group.states.get(kind, [])
     result: list[Stretch] = []
     for part in group.parts:
         state = {Kind.MASTER: part.master, Kind.EXP_AVG: part.exp_avg, Kind.EXP_AVG_SQ: part.exp_avg_sq}[kind]
@@ -110,6 +112,17 @@ class PagedOptimizer(Protocol):
 
     def set_updates(self, parameter: torch.Tensor, count: int) -> None:
         """Say how many updates the state has had that was written into the pages."""
+
+
+@runtime_checkable
+class StatefulPages(Protocol):
+    """An optimizer of another class whose state of paged parameters is in pages: ``tiermem.trainer.paged``."""
+
+    def facts(self) -> dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]:
+        """By the id of a paged parameter: what of its state is in pages, with dtypes, and what isn't."""
+
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Take over the state of a paged parameter."""
 
 
 class Contents:
@@ -173,19 +186,22 @@ def _persistent(net: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class OptimizerContents:
     """The state of ``optimizer`` for the parameters of ``contents``.
 
-    ``updates``: of parameters with state in pages, how many they have had; ``plain``: state tensors that are in no
-    page; ``scalars``: numbers, by name of the parameter and of the state; ``groups``: the parameter groups, as JSON has
-    them, with ``parameters`` as names.
+    ``updates``: of parameters with our state in pages, how many they have had; ``states``: of those with another
+    optimizer's, the names and dtypes of what is in pages; ``plain``: state tensors that are in no page; ``scalars``:
+    numbers, by name of the parameter and of the state; ``groups``: the parameter groups, as JSON has them, with
+    ``parameters`` as names.
 
     Raises CheckpointError for parameters that the model doesn't have, and for settings that JSON has no form for.
     """
 
     def __init__(self, optimizer: Optimizer, contents: Contents) -> None:
         self.updates: dict[str, int] = {}
+        self.states: dict[str, dict[str, torch.dtype]] = {}
         self.plain: dict[Key, torch.Tensor] = {}
         self.scalars: dict[str, dict[str, float]] = {}
         self.groups: list[dict[str, Any]] = []
         names = parameter_names(optimizer, contents)
+        facts = optimizer.facts() if isinstance(optimizer, StatefulPages) else {}
         for number, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             self.groups.append(jsonable(settings, f"param_groups[{number}]"))
@@ -195,6 +211,9 @@ class OptimizerContents:
                 if updates is not None:
                     self.updates[name] = updates
                     self.scalars[name] = {"step": float(updates)} if updates else {}
+                elif id(parameter) in facts:
+                    self.states[name], kept = facts[id(parameter)]
+                    self._add(name, kept)
                 else:
                     self._add(name, optimizer.state.get(parameter, {}))
 

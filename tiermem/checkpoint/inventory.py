@@ -19,6 +19,7 @@ from tiermem.checkpoint.contents import (
     Key,
     OptimizerContents,
     Place,
+    What,
     path_of,
 )
 from tiermem.checkpoint.document import Array, array_document, group_document, read_document, write_document
@@ -79,7 +80,7 @@ class Inventory:
         self._masters = masters
         self.groups: dict[int, Group] = contents.groups()
         self.arrays: dict[Key, Array] = {}
-        self.places: dict[tuple[int, Kind], dict[int, Key]] = {}
+        self.places: dict[tuple[int, What], dict[int, Key]] = {}
         names = {*contents.paged, *(key.name for key in contents.plain)}
         of_optimizer = optimizer.plain if optimizer is not None else {}
         self.plain = {
@@ -100,6 +101,7 @@ class Inventory:
                 BUFFERS if name in contents.buffers else PARAMETERS,
                 place,
                 optimizer.updates.get(name, 0) if optimizer is not None else 0,
+                optimizer.states.get(name, {}) if optimizer is not None else {},
             )
         problems = [
             problem for key, tensor in self.plain.items() if (problem := self._add_plain(key, tensor))
@@ -111,18 +113,22 @@ class Inventory:
                 self._documents.setdefault("/".join(group.split("/")[:depth]), {})
         self.linked = set() if self.base is None else set(self._unchanged(self.base))
 
-    def _add_place(self, name: str, where: str, place: Place, updates: int) -> None:
-        kinds = [Kind.PARAMETER]
+    def _add_place(
+        self, name: str, where: str, place: Place, updates: int, states: Mapping[str, torch.dtype]
+    ) -> None:
+        dtypes_of: dict[What, torch.dtype] = {Kind.PARAMETER: place.dtype}
+        dtypes_of.update(states)
         if name in self._masters:
-            kinds.append(Kind.MASTER)
+            dtypes_of[Kind.MASTER] = torch.float32
         if updates:
-            kinds += [Kind.EXP_AVG, Kind.EXP_AVG_SQ]
-        for kind in kinds:
-            key = Key(where if kind is Kind.PARAMETER else f"{OPTIMIZER}/{STATE[kind]}", name)
+            dtypes_of |= dict.fromkeys((Kind.EXP_AVG, Kind.EXP_AVG_SQ), torch.float32)
+        for kind, dtype in dtypes_of.items():
+            state = kind if isinstance(kind, str) else STATE.get(kind)
+            key = Key(where if state is None else f"{OPTIMIZER}/{state}", name)
             self.places.setdefault((id(place.group), kind), {})[place.number] = key
             order = order_of(place.field.size, place.field.stride)
             assert order is not None, "adoption refuses parameters with gaps"
-            self.arrays[key] = self._array(place._replace(kind=kind).dtype, place.field.size, order)
+            self.arrays[key] = self._array(dtype, place.field.size, order)
 
     def _add_plain(self, key: Key, tensor: torch.Tensor) -> str | None:
         if (

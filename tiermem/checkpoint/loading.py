@@ -19,7 +19,7 @@ from tiermem.checkpoint.contents import (
     Contents,
     Key,
     PagedOptimizer,
-    Stretch,
+    StatefulPages,
     parameter_names,
     stretches,
 )
@@ -31,7 +31,7 @@ from tiermem.errors import CheckpointError
 from tiermem.page import Kind, Page
 from tiermem.policies import Phase
 from tiermem.runtime import Runtime
-from tiermem.unit import Field, Group
+from tiermem.unit import Field, Group, Stretch
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,16 @@ class Loading:
                 key: _like(group.get(key), value) for key, value in saved.items() if key != "parameters"
             }
             packed.append({**settings, "params": [numbers[name] for name in each]})
+        parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        in_pages = {
+            name: parameters[identity]
+            for identity, name in self._contents.names.items()
+            if name in self._contents.paged
+            and identity in parameters
+            and isinstance(optimizer, StatefulPages)
+        }
         for name, number in numbers.items():
-            if name not in self._updates:
+            if name not in self._updates and name not in in_pages:
                 states[number] = self._plain_state(name)
         if isinstance(optimizer, PagedOptimizer):
             for name in self._updates:
@@ -259,6 +267,9 @@ class Loading:
         if isinstance(optimizer, PagedOptimizer):
             for name, count in self._updates.items():
                 optimizer.set_updates(self._parameters[name], count)
+        if isinstance(optimizer, StatefulPages):
+            for name, parameter in in_pages.items():  # one at a time: each is whole on its way
+                optimizer.set_state(parameter, self._plain_state(name))
 
     def _plain_state(self, name: str) -> dict[str, Any]:
         state: dict[str, Any] = dict(self._source.scalars.get(name, {}))

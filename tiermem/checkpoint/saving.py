@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.aio import open_queue
-from tiermem.checkpoint.contents import STATE, Key, path_of, share_of, stretches
+from tiermem.checkpoint.contents import Key, What, kinds_of, path_of, share_of, stretches
 from tiermem.checkpoint.folder import published, sync
 from tiermem.checkpoint.inventory import Inventory, Published
 from tiermem.checkpoint.meeting import Meeting
@@ -34,13 +34,12 @@ from tiermem.runtime import Runtime
 from tiermem.unit import Group
 
 WINDOW_NBYTES = 4 << 20
-KINDS = (Kind.PARAMETER, *STATE)
 
 
 class Piece(NamedTuple):
     """A window of a page: of which kind, and the elements of the group that the page begins and ends with."""
 
-    kind: Kind
+    kind: What
     first: int
     last: int  # not in it; behind it the page is padded
     window: Window
@@ -72,7 +71,7 @@ class Saving:
         self._group_of = {
             stretch.page.number: key
             for key, group in self._pending.items()
-            for kind in KINDS
+            for kind in kinds_of(group)
             for stretch in stretches(group, kind)
         }
         self._versions = {group.parameter.number: group.parameter.version for group in self._pending.values()}
@@ -224,12 +223,12 @@ class Saving:
         reader, writer = self._reader, self._writer
         assert reader is not None
         assert writer is not None
-        wanted = {kind: dict(self._inventory.places.get((number, kind), {})) for kind in KINDS}
+        wanted = {kind: dict(self._inventory.places.get((number, kind), {})) for kind in kinds_of(group)}
         for index, key in list(wanted[Kind.PARAMETER].items()):
             if key in self._inventory.linked and self._inventory.link(key, self._folder):
                 self.nbytes_linked += self._inventory.arrays[key].nbytes
                 del wanted[Kind.PARAMETER][index]
-        pieces = [piece for kind in KINDS for piece in self._pieces(group, kind, sorted(wanted[kind]))]
+        pieces = [piece for kind in wanted for piece in self._pieces(group, kind, sorted(wanted[kind]))]
         starts = [field.offset for field in group.fields]
         mine = share_of(self._inventory.partition, group)
         begun: Key | None = None
@@ -247,7 +246,7 @@ class Saving:
                         writer.begin(self._folder / path_of(named), self._inventory.arrays[named])
                     writer.put(start - field.offset, data[(start - low) * size : (stop - low) * size])
 
-    def _pieces(self, group: Group, kind: Kind, indices: list[int]) -> Iterator[Piece]:
+    def _pieces(self, group: Group, kind: What, indices: list[int]) -> Iterator[Piece]:
         """The windows of a group's pages of one kind that hold elements of these fields."""
         assert self._reader is not None
         first, last = share_of(self._inventory.partition, group)
@@ -276,4 +275,4 @@ class Saving:
 
 
 def _pages(group: Group) -> list[Page]:
-    return [stretch.page for kind in KINDS for stretch in stretches(group, kind)]
+    return [stretch.page for kind in kinds_of(group) for stretch in stretches(group, kind)]

@@ -51,6 +51,8 @@ USE         now   One use of ``page`` in the schedule that is followed from here
                   order, is written at the end of the first step, and whenever another is followed. ``unit``,
                   ``nbytes``: 16 times the number of the access within the step, plus what it does to the page
                   (``tiermem.policies.Effect``).
+PAGE        now   ``page`` of ``unit``, which the header doesn't list, came into being: ``nbytes`` of the state of
+                  an optimizer that isn't tiermem's.
 =========== ===== ======================================================================================
 
 With the cpu as the device, the device and host tiers are one: it is called HOST, and DEVICE does not occur.
@@ -81,6 +83,7 @@ class Event(enum.IntEnum):
     STEP = 14
     DEPARTURE = 15
     USE = 16
+    PAGE = 17
 
 
 class Tier(enum.IntEnum):

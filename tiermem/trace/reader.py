@@ -58,8 +58,9 @@ class TraceFile:
     """An open trace.
 
     ``records`` are in the order of recording: an instant where it happened, a span at its end. ``units`` are
-    names, ``pages`` what is known of each page by its number, ``budgets`` bytes by tier, ``meta`` what the
-    writer was given. ``damage`` is None, or says what is wrong from ``len(records)`` on.
+    names, ``pages`` what is known of each page by its number (of one that came into being after the writer
+    began, its unit and size), ``budgets`` bytes by tier, ``meta`` what the writer was given. ``damage`` is
+    None, or says what is wrong from ``len(records)`` on.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -145,6 +146,8 @@ class TraceFile:
             end = self._first + count * RECORD.size
             mapped = mmap.mmap(self._fd, end, mmap.MAP_SHARED, mmap.PROT_READ)
             self.records = np.frombuffer(mapped, RECORD_DTYPE, count, self._first)
+            new = self.records[old:]
+            self._add_pages(new[new["event"] == Event.PAGE])
         return count - old
 
     def pieces(self, size: int = _SCAN) -> Iterator[Records]:
@@ -216,6 +219,18 @@ class TraceFile:
         self.monotonic_ns = _number(clock["monotonic_ns"], _MAX_NS)
         self.wall_ns = _number(clock["wall_ns"], 1 << 63)
         self.clock_domain = _text(clock["domain"])
+
+    def _add_pages(self, records: Records) -> None:
+        """Take in pages that the header doesn't list."""
+        if len(records):
+            late = {
+                int(each["page"]): PageInfo(
+                    int(each["page"]), int(each["unit"]), "state", "", int(each["nbytes"]), ()
+                )
+                for each in records
+                if each["page"] >= 0 and each["unit"] >= 0
+            }
+            self.pages = MappingProxyType({**late, **self.pages})
 
     def _scan(self, begin: int) -> tuple[int, str | None]:
         """Find how many records there are, reading on from number ``begin``; and what is wrong behind them.

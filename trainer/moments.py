@@ -1,18 +1,15 @@
-"""The paged update: Adam over the pages of a wrapped model, part by part, while the disk reads and writes.
+"""Moments in pages: Adam over the pages of a wrapped model, part by part, while the disk reads and writes.
 
 While the kernel works on one part, the parts ahead are read and those behind are written. The parameter page of a unit
 is not read when all of it will be written (its master weights hold what is needed), and a gradient page is *spent* once
 it has been used: if its frame is wanted it is dropped, and not written.
 
-An update that an error breaks off leaves every page whole and readable: the state of parts before the error is
-updated, that of later ones is not. A parameter page that was to be overwritten then keeps what it was until the next
-update writes it from the masters. A step that raised is between two steps: go on from a saved state, not by calling it
-again, which would update the first parts twice.
+A parameter page that was to be overwritten, by an update that an error broke off, keeps what it was until the next
+update writes it from the masters.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns as now
@@ -21,13 +18,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from tiermem.errors import BudgetError
 from tiermem.hooks import Hooks
 from tiermem.page import Kind, Page
 from tiermem.policies import Access, Effect, Phase
-from tiermem.tier import trim_memory
 from tiermem.trace import Event, Tier
 from tiermem.trainer.committed import resume, state_of
 from tiermem.trainer.kernel import Hyper, Kernel
+from tiermem.trainer.update import Update
 from tiermem.unit import Group, Part, Unit
 
 KINDS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ, "master": Kind.MASTER}
@@ -44,13 +42,11 @@ class Run:
     fields: tuple[int, ...]
 
 
-class PagedUpdate:
-    """What one optimizer keeps of one wrapped model: which settings each field has, and how often it was updated."""
+class AdamUpdate(Update):
+    """What an Adam keeps of one wrapped model: which settings each field has, and how often it was updated."""
 
     def __init__(self, hooks: Hooks, owner: Optimizer) -> None:
-        self.hooks = hooks
-        self._owner = weakref.ref(owner)
-        self.settings: dict[int, int] = {}  # id of a parameter -> its parameter group's number
+        super().__init__(hooks, owner)
         self.steps: dict[int, int] = {}  # id of a parameter -> updates it has had
         self._runs: dict[int, tuple[bytes, list[Run]]] = {}  # id of a Group -> (what had landed, its runs)
 
@@ -59,9 +55,9 @@ class PagedUpdate:
 
         Raises BudgetError when the disk has no room for their state.
         """
+        super().add(parameters, setting)
         groups = dict.fromkeys(self.hooks.home[id(parameter)][0] for parameter in parameters)
         for parameter in parameters:
-            self.settings[id(parameter)] = setting
             self.steps.setdefault(id(parameter), 0)
         self._runs.clear()
         transfers = self.hooks.pager.transfers
@@ -76,34 +72,36 @@ class PagedUpdate:
 
         Raises TransferError, naming the page, when the disk fails; see the module about what is updated then.
         """
-        hooks = self.hooks
-        commits = hooks.commits
-        if commits is not None:
-            commits.begin_update()
-        with hooks.door:
-            hooks.release_resident()
-        hooks.reduction.begin_step()
-        if hooks.pager.transfers.disk is not None:
-            # What autograd freed lies between what is kept, and would be kept too: a tenth of the peak and more.
-            trim_memory()
-        for unit in hooks.units:
-            number = 0
-            for group in unit.groups:
-                if group.trainable and any(group.landed):
-                    with hooks.door.hold():
-                        self._update(unit, group, number, kernel, hypers)
-                number += len(group.parts)
-        with hooks.door:
-            hooks.reduction.end_step()
-            hooks.steps.end_step()
-            hooks.pager.pump()  # what the next step wants first can be on its way before it begins
-        if commits is not None:
-            commits.end_update()
+        self._run(lambda unit, group: self._update(unit, group, kernel, hypers))
 
-    def _update(self, unit: Unit, group: Group, number: int, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
+    def early(self, unit: Unit, group: Group, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
+        """Update a group whose gradients are complete before the step, and give them up; raises what :meth:`step` does.
+
+        Where there is no room for it beside what is open, nothing is changed, and it is left to the step.
+        """
         runs = self._runs_of(group)
         if not runs:
             return
+        self._begin()
+        count = runs[0].step
+        with self._broken_off(), self.hooks.door.hold():
+            try:
+                self._update(unit, group, kernel, hypers)
+            except BudgetError:
+                if runs[0].step == count:
+                    return
+                raise
+            self.early_groups.add(group)
+            with self.hooks.door:
+                gradient = group.summed
+                self.hooks.pager.discard(gradient)
+                gradient.spent = True
+
+    def _update(self, unit: Unit, group: Group, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
+        runs = self._runs_of(group)
+        if not runs:
+            return
+        number = sum(len(each.parts) for each in unit.groups[: unit.groups.index(group)])
         hooks, pager = self.hooks, self.hooks.pager
         gradient, parameter = group.summed, group.updated
         whole = (
@@ -114,8 +112,6 @@ class PagedUpdate:
         )
         shared = [gradient] if whole else [gradient, parameter]
         pager.announce([parameter, *(page for part in group.parts for page in part.pages)])
-        for run in runs:
-            run.step += 1
         begun = False
         done = False
         try:
@@ -141,6 +137,9 @@ class PagedUpdate:
                     )
                     overwrite = [parameter] if whole and not begun else []
                     pager.fault(pages, Phase.OPTIMIZER, unit.number, overwrite=overwrite, expected=expected)
+                    if not begun:
+                        for run in runs:
+                            run.step += 1
                     begun = True
                     pager.pump()
                 try:
@@ -171,12 +170,6 @@ class PagedUpdate:
                     self._send([group.parameter])
         group.stale.clear()
         hooks.reduction.updated(group)
-
-    def _send(self, pages: Sequence[Page]) -> None:
-        """Begin to write pages that the commit of this step waits for; under the door."""
-        commits = self.hooks.commits
-        if commits is not None and commits.writing:
-            self.hooks.pager.writeback(pages)
 
     def _call(
         self, kernel: Kernel, group: Group, part: Part, low: int, high: int, run: Run, hyper: Hyper
@@ -284,11 +277,6 @@ class PagedUpdate:
 
     # -- state, as commits have it --------------------------------------------------------------------------
 
-    @property
-    def owner(self) -> Optimizer | None:
-        """The optimizer; None when it is gone."""
-        return self._owner()
-
     def pending(self) -> bool:
         """Are there gradients of these parameters that have landed and weren't used?"""
         return any(
@@ -313,12 +301,11 @@ class PagedUpdate:
         homes = {number: self.hooks.home[number] for number in self.settings}
         return {number: group.fields[index].name for number, (group, index) in homes.items()}
 
-    def _owned(self) -> Optimizer:
-        owner = self._owner()
-        assert owner is not None
-        return owner
-
     # -- state, as state_dict has it ------------------------------------------------------------------------
+
+    def reader(self) -> Callable[[torch.Tensor], dict[str, Any]]:
+        """See :meth:`read`."""
+        return self.read
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The state of one parameter as tensors of their own: step, exp_avg, exp_avg_sq, and master where it has one.

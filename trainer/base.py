@@ -1,0 +1,116 @@
+"""What optimizers over pages have in common: which of their parameters are paged, and by which wrapped model.
+
+Parameters may be paged or not, in one parameter group or in several. Paged ones are taken over when they are found:
+at once, or at the next step, where the model is wrapped after the optimizer was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from tiermem.errors import PagingError
+from tiermem.hooks import Hooks
+from tiermem.parameter import owner_of
+from tiermem.trainer.update import Update
+
+
+class PagingOptimizer(Optimizer):
+    """An optimizer some of whose parameters may be paged; those have an :class:`Update` for each wrapped model."""
+
+    _paged: Mapping[Hooks, Update]
+
+    def _update_for(self, owner: Hooks) -> Update:
+        """The update over the pages of this model, made when it is first asked for."""
+        raise NotImplementedError
+
+    def _admit(self, parameter: Tensor) -> None:
+        """Raise ValueError for a paged parameter that can't be updated."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; those of paged parameters page by page, without bringing them back."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if owner_of(p) is None and p.grad is not None:
+                    p.grad = None if set_to_none else p.grad.detach().zero_()
+        self._find_paged(closed_too=True)
+        for hooks, update in self._paged.items():
+            if hooks.views.closed:
+                continue  # its parameters are ordinary again
+            forget = hooks.forget_gradients if set_to_none else hooks.zero_gradients
+            forget(update.settings)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; parameters of a :class:`tiermem.TieredModule` get their state as pages of it."""
+        super().add_param_group(param_group)
+        self._take_paged(len(self.param_groups) - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with full tensors; those of paged parameters are copies, page by page.
+
+        Raises PagingError when the model of paged parameters has been closed.
+        """
+        self._find_paged()
+        result = super().state_dict()
+        numbers: dict[int, int] = {}
+        for group, packed in zip(self.param_groups, result["param_groups"], strict=True):
+            numbers.update(zip(map(id, group["params"]), packed["params"], strict=True))
+        readers = {update: update.reader() for update in self._paged.values()}
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = self._update_of(p)
+                state = readers[update](p) if update is not None else None
+                if state:
+                    result["state"][numbers[id(p)]] = state
+        return result
+
+    def _find_paged(self, closed_too: bool = False) -> None:
+        """Take over parameters that were wrapped after the optimizer was made; refuse those of a closed model."""
+        if not closed_too and any(hooks.views.closed for hooks in self._paged):
+            raise PagingError(
+                "the model of this optimizer has been closed, and the optimizer's state went with its pages: take "
+                "optimizer.state_dict() before close(), and load it into a new optimizer after"
+            )
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                owner = owner_of(p)
+                if isinstance(owner, Hooks) and self._update_of(p) is None and owner.home[id(p)][0].trainable:
+                    self._take_paged(number)
+                    break
+
+    def _take_paged(self, number: int) -> None:
+        paged: dict[Hooks, list[Tensor]] = {}
+        for p in self.param_groups[number]["params"]:
+            owner = owner_of(p)
+            if isinstance(owner, Hooks) and self._update_of(p) is None:
+                if not owner.home[id(p)][0].trainable and p.requires_grad:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} was frozen when its model was wrapped, so it has no "
+                        "pages for gradient and state: set requires_grad before wrapping"
+                    )
+                if p.requires_grad:
+                    self._admit(p)
+                if owner.home[id(p)][0].trainable:
+                    paged.setdefault(owner, []).append(p)
+        for owner, parameters in paged.items():
+            update = self._update_for(owner)
+            update.add(parameters, number)
+            for p in parameters:
+                if self.state.get(p):
+                    update.write(p, self.state.pop(p))  # from updates before it was wrapped
+
+    def _update_of(self, p: Tensor) -> Update | None:
+        owner = owner_of(p)
+        update = self._paged.get(owner) if isinstance(owner, Hooks) else None
+        return update if update is not None and id(p) in update.settings else None
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """A tensor of a state dict that torch is to load as it is: it casts tensors to the parameter's dtype and device."""
+
+    tensor: Tensor
