@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.models import BY_NAME, GPT, Block, Case
 from tests.optimizers import ELEMENTWISE, MIXING
 from tests.parity import adamw, build, snapshot
 from tiermem.device import StandInDevice
-from tiermem.trainer import AdamW, paged
+from tiermem.trainer import AdamW, GradScaler, paged
 
 
 class Experts(nn.Module):
@@ -64,6 +64,7 @@ class Spec:
     dtype: torch.dtype = torch.float32
     three: bool = False
     sgd: bool = False
+    scaler: bool = False  # of the loss; in the second step the last rank's gradients overflow
     other: str | None = None  # an optimizer of another class, by its name in tests.optimizers
     eps: float = 1e-8
     config: dict[str, Any] = field(default_factory=dict)
@@ -92,17 +93,21 @@ def on_ranks(rank: int, world: int, folder: Path, spec: Spec) -> dict[str, Any]:
     losses = []
     with tiermem.TieredModule(net, config, device=StandInDevice() if spec.three else None) as model:
         optimizer = optimizer_of(model, spec)
+        scaler = scaler_of(spec)
         for step in range(spec.steps):
             for micro in range(spec.micro):
                 quiet = model.no_sync() if spec.no_sync and micro < spec.micro - 1 else nullcontext()
                 with quiet:
                     loss = case.loss(model, data[(step * spec.micro + micro) * world + rank])
                     losses.append(loss.detach().clone())
-                    loss.backward()
+                    with overflow(model, spec, step, rank == world - 1):
+                        scaler.scale(loss).backward()
                 model._runtime.check()
             if spec.clip is not None:
                 losses.append(model.clip_grad_norm_(spec.clip))
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(torch.tensor(scaler.get_scale()))
             model._runtime.check()
             optimizer.zero_grad()
             model._runtime.check()
@@ -124,27 +129,53 @@ def alone(world: int, spec: Spec) -> dict[str, Any]:
     case = CASES[spec.model]
     data = batches(case, spec.steps * spec.micro * world)
     net = build(case, spec.dtype)
-    optimizer = optimizer_of(net, spec)
+    # Plain float16 parameters have no masters that could be divided in float32: those of one wrapped process have.
+    model = tiermem.TieredModule(net, {"host": {"budget": "64MiB"}}) if spec.scaler else net
+    optimizer, scaler = optimizer_of(model, spec), scaler_of(spec)
     losses: list[list[Tensor]] = [[] for _ in range(world)]
     for step in range(spec.steps):
         for micro in range(spec.micro):
             for rank in range(world):
-                loss = case.loss(net, data[(step * spec.micro + micro) * world + rank])
+                loss = case.loss(model, data[(step * spec.micro + micro) * world + rank])
                 losses[rank].append(loss.detach().clone())
-                (loss / world).backward()
+                with overflow(model, spec, step, rank == world - 1):
+                    scaler.scale(loss / world).backward()
         if spec.clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(net.parameters(), spec.clip)
             for each in losses:
                 each.append(norm)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
+        for each in losses:
+            each.append(torch.tensor(scaler.get_scale()))
         optimizer.zero_grad()
         if spec.between is not None:
             spec.between(-1, net, step)
+    state = {} if spec.sgd else snapshot(optimizer)
+    if isinstance(model, tiermem.TieredModule):
+        model.close()
     return {
         "losses": losses,
         "state": {name: value.clone() for name, value in net.state_dict().items()},
-        "optimizer": {} if spec.sgd else snapshot(optimizer),
+        "optimizer": state,
     }
+
+
+def scaler_of(spec: Spec) -> GradScaler:
+    """One that does nothing, unless the run has one."""
+    return GradScaler(init_scale=2.0**10, growth_interval=2, enabled=spec.scaler)
+
+
+@contextmanager
+def overflow(model: nn.Module, spec: Spec, step: int, here: bool) -> Iterator[None]:
+    """In the second step of a run with a scaler, one gradient of a backward isn't finite where it is ``here``."""
+    if not (spec.scaler and step == 1 and here):
+        yield
+        return
+    weight = dict(model.named_parameters())["h.1.mlp.0.weight"]
+    handle = weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    yield
+    handle.remove()
 
 
 def optimizer_of(model: nn.Module, spec: Spec) -> torch.optim.Optimizer:

@@ -36,6 +36,8 @@ TWO = {
     "momentum": Spec(host=SMALL, other="SGD with momentum", steps=3),
     "NAdam, stage 1": Spec(stage=1, host=SMALL, other="NAdam", steps=2),
     "what mixes a tensor, stage 0": Spec(stage=0, host="1MiB", other="TrustRatio", steps=2),
+    "loss scaling": Spec(host=SMALL, scaler=True),
+    "loss scaling, stage 1": Spec(stage=1, host=SMALL, scaler=True, steps=3),
     "one rank looks": Spec(model="gpt", host=TIGHT, between=look_on_one, steps=2),
 }
 # Keys' biases have a gradient that is zero but for rounding. With the usual eps Adam makes whole steps of that noise.
@@ -45,6 +47,7 @@ CLOSE = {
     "no_sync": Spec(host=TIGHT, micro=3, no_sync=True, steps=2, eps=1e-3),
     "torch's own SGD": Spec(model="gpt", sgd=True, steps=2),
 }
+HALF = Spec(dtype=torch.float16, host=SMALL, scaler=True)
 FOUR = {
     "stage 3": Spec(host=SMALL),
     "stage 2": Spec(stage=2, host=SMALL, steps=2),
@@ -64,7 +67,7 @@ def trained(world: int, specs: dict[str, Spec]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[Any]:
-    return trained(2, TWO | CLOSE)
+    return trained(2, TWO | CLOSE | {"half": HALF})
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,15 @@ def test_sums_in_another_order_are_close(name: str, two: list[Any]) -> None:
         for key, value in expected["state"].items():
             assert (found["state"][key] - value).norm() <= 1e-6 * value.norm(), f"rank {rank}, {key}"
             assert same(found["state"][key], results[0]["state"][key]), f"ranks differ in {key}"
+
+
+def test_float16_ranks_skip_the_same_steps(two: list[Any]) -> None:
+    expected, results = alone(2, HALF), [result["half"] for result in two]
+    assert [float(each) for each in results[0]["losses"][1::2]] == [1024, 512, 512, 1024]
+    for rank, found in enumerate(results):
+        assert torch.allclose(torch.stack(found["losses"]), torch.stack(expected["losses"][rank]), rtol=1e-3)
+        for key, value in found["state"].items():
+            assert same(value, results[0]["state"][key]), f"ranks differ in {key}"
 
 
 def test_ranks_page(two: list[Any], four: list[Any]) -> None:

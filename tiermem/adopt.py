@@ -243,6 +243,8 @@ class Adoption:
                     )
                     if group.scale is not None:
                         view.mul_(group.scale)
+                    if group.unscale != 1.0:
+                        view.mul_(group.unscale)
                     field.parameter.grad = view.to(self._device.torch_device, copy=True)
             group.scale = None
         finally:

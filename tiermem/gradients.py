@@ -170,8 +170,12 @@ class Gradients:
             if group is None or not group.landed[index]:
                 continue
             groups[id(group)] = group
-            if norm_type == 2.0 and group.scale is None and group.normed[index]:
+            if norm_type == 2.0 and group.scale is None and group.normed[index] and group.unscale == 1.0:
                 norms.append(group.norms[index])
+            elif group.unscale != 1.0:
+                with self.resident(group, index) as place:
+                    norm = torch.linalg.vector_norm(place, norm_type, dtype=torch.float32)
+                    norms.append(norm * group.unscale)
             else:
                 with self.resident(group, index) as place:
                     norms.append(torch.linalg.vector_norm(place, norm_type))
@@ -281,7 +285,7 @@ class Gradients:
                     group.normed[index] = 0
 
     def _forget(self, group: Group) -> None:
-        group.scale = None
+        group.scale, group.unscale = None, 1.0
         page = _page(group)
         with self._door:
             self._pager.room.loans.collect()

@@ -9,7 +9,7 @@ gets its slice all the same. At stages 0 and 1 that is so for every page.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -230,6 +230,58 @@ class Reduction:
         ranks.wait(request, reason)
         self._pager.transfers.collective(page, what, request)
 
+    # -- loss scaling -------------------------------------------------------------------------------------
+
+    def unscale(
+        self, only: Container[int], inverse: torch.Tensor, found: torch.Tensor, masters: bool
+    ) -> None:
+        """Multiply the gradients of the parameters with these ids by ``inverse``; all ranks must ask.
+
+        ``found`` becomes above 0 where one isn't finite, on whichever rank. With ``masters``, those of float16 stay as
+        they are, and the optimizer is told to do it. Raises ValueError for those of float16 otherwise.
+        """
+        self.settle("GradScaler.unscale_()")
+        for group in self._groups:
+            wanted = [
+                index
+                for index, field in enumerate(group.fields)
+                if group.landed[index] and id(field.parameter) in only
+            ]
+            if not wanted:
+                continue
+            half = group.dtype is torch.float16
+            if half and (not masters or len(wanted) != sum(group.landed)):
+                raise ValueError(
+                    f"the gradient of {group.fields[wanted[0]].name} is float16, and unscaled in float16 it would lose "
+                    "its smallest values: give all parameters of its unit to tiermem's Adam or AdamW, which have "
+                    "float32 masters"
+                )
+            with self._summed(group, dirty=not half or group.scale is not None):
+                self.scale(group)
+                for piece in self._pieces(group, wanted):
+                    if half:
+                        found += ~torch.linalg.vector_norm(piece, math.inf).isfinite()
+                    else:
+                        torch._amp_foreach_non_finite_check_and_unscale_([piece], found, inverse)
+                if half:
+                    group.unscale *= float(inverse)
+                group.normed[:] = bytes(len(group.normed))
+                self._norms.pop(group, None)
+        ranks = self.ranks
+        if ranks is not None:
+            found.fill_(max(ranks.meet("overflow", float(found), "GradScaler.unscale_()")))
+
+    def _pieces(self, group: Group, indices: Iterable[int]) -> Iterator[torch.Tensor]:
+        """The elements of these fields whose sum this rank has; the page is resident."""
+        page = group.summed
+        whole, first = self._typed(page), group.first_of(page)
+        low, high = self.partition.own(group.numel, group.dtype)
+        for index in indices:
+            field = group.fields[index]
+            start, stop = max(low, field.offset), min(high, field.offset + field.numel)
+            if start < stop:
+                yield whole[start - first : stop - first]
+
     # -- norms --------------------------------------------------------------------------------------------
 
     def norm(self, wanted: dict[Group, list[int]], norm_type: float) -> float:
@@ -244,16 +296,16 @@ class Reduction:
         for group, indices in wanted.items():
             known = self._norms.get(group) if norm_type == 2.0 and group.scale is None else None
             if known is not None:
-                parts += [known[index] for index in indices]
+                parts += [known[index] * group.unscale for index in indices]
                 continue
             with self._summed(group):
                 self.scale(group)
-                parts += self._slice_norms(group, indices, norm_type)
+                parts += [norm * group.unscale for norm in self._slice_norms(group, indices, norm_type)]
         said = ranks.meet("norm", _combined(parts, norm_type).hex(), "clip_grad_norm_()")
         return _combined([float.fromhex(each) for each in said], norm_type)
 
     @contextmanager
-    def _summed(self, group: Group) -> Iterator[Page]:
+    def _summed(self, group: Group, dirty: bool = True) -> Iterator[Page]:
         page = group.summed
         with self._door.hold():
             with self._door:
@@ -269,7 +321,7 @@ class Reduction:
                 yield page
             finally:
                 with self._door:
-                    self._pager.unpin([page], dirty=True)
+                    self._pager.unpin([page], dirty=dirty)
 
     def scale(self, group: Group) -> None:
         """Apply what clipping has asked for to what the optimizer reads; its page is resident."""

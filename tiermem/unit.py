@@ -102,6 +102,7 @@ class Group:
         self.scale: torch.Tensor | None = (
             None  # by which clipping wants the gradients multiplied, still to be done
         )
+        self.unscale = 1.0  # by which gradients are multiplied in float32 when they are read: they are scaled
         self.versions = [field.parameter._version for field in fields]  # when last seen: a user's write shows
         self.stale: set[int] = set()  # fields that a user wrote: their master weights must follow
         self.num_open = 0  # units between enter and exit that use these parameters

@@ -2,5 +2,6 @@
 
 from tiermem.trainer.adam import Adam, AdamW
 from tiermem.trainer.optimizer import paged
+from tiermem.trainer.scaler import GradScaler
 
-__all__ = ["Adam", "AdamW", "paged"]
+__all__ = ["Adam", "AdamW", "GradScaler", "paged"]

@@ -34,7 +34,7 @@ struct update {
   const void *gradient;
   float *master, *exp_avg, *exp_avg_sq;
   size_t count;
-  int parameter_dtype, gradient_dtype;
+  int parameter_dtype, gradient_dtype, exact;
   float gradient_factor, l2, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size;
 };
 
@@ -81,7 +81,7 @@ INLINE uint16_t narrow_float16(float value) {
 }
 
 /* Gradients as float32, multiplied by the factor. A product of half-precision numbers is rounded to their dtype, as
-   it would be had the gradient been scaled in place. */
+   it would be had the gradient been scaled in place; unless it is to be exact. */
 INLINE void load_gradients(float *restrict tile, const struct update *u, size_t first, size_t n) {
   const float factor = u->gradient_factor;
   const uint16_t *halves = (const uint16_t *)u->gradient + first;
@@ -89,13 +89,13 @@ INLINE void load_gradients(float *restrict tile, const struct update *u, size_t 
     const float *gradient = (const float *)u->gradient + first;
     for (size_t i = 0; i < n; i++) tile[i] = gradient[i] * factor;
   } else if (u->gradient_dtype == ADAM_BFLOAT16) {
-    if (factor == 1.0f)
-      for (size_t i = 0; i < n; i++) tile[i] = widen_bfloat16(halves[i]);
+    if (factor == 1.0f || u->exact)
+      for (size_t i = 0; i < n; i++) tile[i] = widen_bfloat16(halves[i]) * factor;
     else
       for (size_t i = 0; i < n; i++) tile[i] = widen_bfloat16(narrow_bfloat16(widen_bfloat16(halves[i]) * factor));
   } else {
-    if (factor == 1.0f)
-      for (size_t i = 0; i < n; i++) tile[i] = widen_float16(halves[i]);
+    if (factor == 1.0f || u->exact)
+      for (size_t i = 0; i < n; i++) tile[i] = widen_float16(halves[i]) * factor;
     else
       for (size_t i = 0; i < n; i++) tile[i] = widen_float16(narrow_float16(widen_float16(halves[i]) * factor));
   }
@@ -239,7 +239,7 @@ AVX2 __attribute__((noinline)) static void tiles_avx2(const struct update *u) { 
 
 AVX2 static void step_avx2(const struct update *u) {
   if (u->parameter_dtype != ADAM_BFLOAT16 || u->gradient_dtype != ADAM_BFLOAT16 || u->l2 != 0.0f ||
-      u->one_minus_beta1 >= 0.5f) {
+      u->one_minus_beta1 >= 0.5f || u->exact) {
     tiles_avx2(u);
     return;
   }
@@ -298,8 +298,9 @@ void adam_update(int level, uint64_t float_mode, uintptr_t parameter, int parame
       .exp_avg_sq = (float *)exp_avg_sq,
       .count = count,
       .parameter_dtype = parameter_dtype,
-      .gradient_dtype = gradient_dtype,
+      .gradient_dtype = gradient_dtype & ~ADAM_EXACT,
       .gradient_factor = (float)gradient_factor,
+      .exact = (gradient_dtype & ADAM_EXACT) != 0,
       .l2 = (float)l2,
       .decay = (float)decay,
       .one_minus_beta1 = (float)one_minus_beta1,

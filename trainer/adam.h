@@ -7,6 +7,9 @@
 
 enum { ADAM_FLOAT32 = 0, ADAM_BFLOAT16 = 1, ADAM_FLOAT16 = 2 };
 
+/* Beside a gradient's dtype: its product with the factor isn't rounded to that. */
+enum { ADAM_EXACT = 8 };
+
 /* Instruction sets, each with its own copy of the same loops. */
 enum { ADAM_BASELINE = 0, ADAM_AVX2 = 1, ADAM_AVX512 = 2 };
 
@@ -20,7 +23,7 @@ uint64_t adam_float_mode(void);
 /* Update `count` elements. `parameter` has dtype `parameter_dtype`; `master`, `exp_avg` and `exp_avg_sq` are
    float32; `master` is 0 when the parameter is float32 and so its own master. Addresses are those of the first
    element, aligned to the element; the spans don't overlap. `gradient_factor` multiplies each gradient before
-   all else. Scalars are doubles, rounded to float32 here, as torch does with Python numbers. */
+   all else; that of half-precision ones is rounded to their dtype, unless ADAM_EXACT is in it. Scalars are doubles, rounded to float32 here, as torch does with Python numbers. */
 void adam_update(int level, uint64_t float_mode, uintptr_t parameter, int parameter_dtype, uintptr_t gradient,
                  int gradient_dtype, uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, size_t count,
                  double gradient_factor, double l2, double decay, double one_minus_beta1, double beta2,

@@ -6,7 +6,8 @@ at once, or at the next step, where the model is wrapped after the optimizer was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,32 @@ class PagingOptimizer(Optimizer):
     """An optimizer some of whose parameters may be paged; those have an :class:`Update` for each wrapped model."""
 
     _paged: Mapping[Hooks, Update]
+
+    _by_pages = False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's GradScaler before it calls ``step``."""
+        if not self._by_pages and any(hooks.reduction.ranks is not None for hooks in self._paged):
+            raise PagingError(
+                "torch's GradScaler unscales copies of gradients of which each rank has a slice, and each rank skips "
+                "steps on its own: use tiermem.trainer.GradScaler"
+            )
+        return False
+
+    @contextmanager
+    def unscaled_by_pages(self) -> Iterator[None]:
+        """Within it, a GradScaler calls ``step`` that knows of pages."""
+        self._by_pages = True
+        try:
+            yield
+        finally:
+            self._by_pages = False
+
+    def parameters_of(self) -> list[tuple[Hooks, Mapping[int, int]]]:
+        """Each wrapped model among the parameters, and the ids of those."""
+        self._find_paged()
+        return [(hooks, update.settings) for hooks, update in self._paged.items()]
 
     def _update_for(self, owner: Hooks) -> Update:
         """The update over the pages of this model, made when it is first asked for."""

@@ -2,13 +2,12 @@
 
 The user's class never sees the whole model. For each *portion* of a page (neighbouring tensors, or this rank's slices
 of them) there is an instance of its own over stand-ins, whose data, gradients and state look into frames while it
-steps, and nowhere otherwise. Tensors of the parameter's shape that it leaves in its state move into pages; whatever
-else is there (counts, flags, tensors of other shapes) stays with the portion, in memory.
+steps, and nowhere otherwise. What it leaves in its state is kept as :mod:`tiermem.trainer.state` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns as now
 from typing import Any
 
@@ -18,23 +17,18 @@ from torch.optim.optimizer import Optimizer
 
 from tiermem.errors import ConfigError, PagingError
 from tiermem.hooks import Hooks
-from tiermem.page import Kind, Page
 from tiermem.policies import Access, Effect, Phase
 from tiermem.trace import Event, Tier
 from tiermem.trainer.blueprint import Blueprint
-from tiermem.trainer.portion import Piece, Portion, cut, require_room
-from tiermem.trainer.scalars import decoded, encoded
-from tiermem.trainer.update import Update
-from tiermem.unit import Group, Stretch, Unit
+from tiermem.trainer.portion import Portion, require_room
+from tiermem.trainer.state import StatefulUpdate
+from tiermem.unit import Group, Unit
 
 Settings = Sequence[Mapping[str, Any]]
 """Those of the parameter groups, by number."""
 
-Facts = tuple[dict[str, torch.dtype], dict[str, Any]]
-"""Of one parameter's state: the names and dtypes of what is in pages, and what isn't."""
 
-
-class ForeignUpdate(Update):
+class ForeignUpdate(StatefulUpdate):
     """What an optimizer of any class keeps of one wrapped model."""
 
     def __init__(self, hooks: Hooks, owner: Optimizer, blueprint: Blueprint) -> None:
@@ -45,11 +39,6 @@ class ForeignUpdate(Update):
                 f'{blueprint.name}; set durability.mode = "off" (model.save works), or use those'
             )
         self._blueprint = blueprint
-        self._portions: dict[
-            int, list[Portion]
-        ] = {}  # id of a group -> all of it, or of this rank's slice of it
-        partition = hooks.reduction.partition
-        self.sliced = partition.world > 1 and partition.stage > 0
 
     def add(self, parameters: Sequence[torch.Tensor], setting: int) -> None:
         """See :meth:`Update.add`.
@@ -66,7 +55,7 @@ class ForeignUpdate(Update):
             dtype: self._blueprint.state_dtypes(settings, dtype)
             for dtype in {group.dtype for group in groups}
         }
-        portions = [portion for group in groups for portion in self._portions_of(group)]
+        portions = [portion for group in groups for portion in self.portions_of(group)]
         require_room(self.hooks.pager, self._blueprint.name, portions, dtypes)
 
     # -- the step -------------------------------------------------------------------------------------------
@@ -91,10 +80,10 @@ class ForeignUpdate(Update):
         if not mine:
             return
         self._drop_masters(group)
-        number = sum(len(self._portions_of(each)) for each in unit.groups[: unit.groups.index(group)])
+        number = sum(len(self.portions_of(each)) for each in unit.groups[: unit.groups.index(group)])
         wanted = [
             (number + place, portion)
-            for place, portion in enumerate(self._portions_of(group))
+            for place, portion in enumerate(self.portions_of(group))
             if any(piece.field in mine for piece in portion.pieces)
         ]
         pager, door = self.hooks.pager, self.hooks.door
@@ -126,7 +115,17 @@ class ForeignUpdate(Update):
                 finally:
                     with door:
                         pager.unpin(pages, dirty=True)
-                self._put(portion, new)
+                if any(name not in portion.pages for _, name, _ in new):
+                    # All of it comes to lie anew: beside pages that can't be moved, new ones might find no room.
+                    with door:
+                        begun = False
+                        pager.unpin([gradient], dirty=scaled)
+                        pager.unpin([parameter], dirty=True)
+                        parameter.version += 1
+                    self.put(portion, new, [gradient, parameter])
+                    begun = True
+                else:
+                    self.put(portion, new)
                 if not portion.stepped:
                     portion.stepped = True
                     with door:
@@ -158,9 +157,9 @@ class ForeignUpdate(Update):
         if not portion.stand_ins:
             portion.stand_ins = [nn.Parameter(torch.empty(0, dtype=group.dtype)) for _ in portion.pieces]
         for stand_in, piece in zip(portion.stand_ins, portion.pieces, strict=True):
-            stand_in.data = self._view(group, piece, group.updated, group.first_of(group.updated))
+            stand_in.data = self.view(group, piece, group.updated, group.first_of(group.updated))
             if piece.field in mine:
-                stand_in.grad = self._view(group, piece, group.summed, group.first_of(group.summed))
+                stand_in.grad = self.view(group, piece, group.summed, group.first_of(group.summed))
         try:
             optimizer = self._optimizer_of(portion, settings)
             for each, inner in zip(portion.settings, optimizer.param_groups, strict=True):
@@ -207,7 +206,7 @@ class ForeignUpdate(Update):
         ):
             if kept or names:
                 views = {
-                    name: self._view(portion.group, piece, portion.pages[name], portion.start)
+                    name: self.view(portion.group, piece, portion.pages[name], portion.start)
                     for name in names
                 }
                 optimizer.state[stand_in] = {**kept, **views}
@@ -222,91 +221,18 @@ class ForeignUpdate(Update):
             paged: list[str] = []
             for name, value in optimizer.state[stand_in].items():
                 page = portion.pages.get(name)
-                if not self._pageable(portion, place, name, value):
+                if not self.pageable(portion, place, name, value):
                     kept[name] = value
                     continue
                 paged.append(name)
                 there = None
                 if name in portion.paged[place]:
                     assert page is not None
-                    there = self._view(portion.group, piece, page, portion.start)
+                    there = self.view(portion.group, piece, page, portion.start)
                 if there is None or value.data_ptr() != there.data_ptr() or value.stride() != there.stride():
                     new.append((place, name, value.detach()))
             portion.kept[place], portion.paged[place] = kept, paged
         return new
-
-    def _pageable(self, portion: Portion, place: int, name: str, value: Any) -> bool:
-        """Does a value in the state of a piece belong into a page?"""
-        piece = portion.pieces[place]
-        field = portion.group.fields[piece.field]
-        size = field.size if piece.whole else (piece.stop - piece.start,)
-        page = portion.pages.get(name)
-        return (
-            isinstance(value, torch.Tensor)
-            and name != "step"
-            and field.numel > 1
-            and tuple(value.shape) == size
-            and value.layout is torch.strided
-            and (page is None or page.dtype is value.dtype)
-        )
-
-    def _put(self, portion: Portion, new: Sequence[tuple[int, str, torch.Tensor]]) -> None:
-        """Copy state into its pages, which are made for names that have none."""
-        made = [self._page(portion, name, value.dtype) for _, name, value in new if name not in portion.pages]
-        fresh = [page for page in made if page is not None]
-        pages = [portion.pages[name] for name in dict.fromkeys(name for _, name, _ in new)]
-        old = [page for page in pages if page not in fresh]
-        if not pages:
-            return
-        pager, door = self.hooks.pager, self.hooks.door
-        with door:
-            pager.fault(old, Phase.OPTIMIZER, portion.group.unit, overwrite=fresh)
-        try:
-            for page in fresh:
-                assert page.host is not None
-                pager.host.bytes_of(page.host).zero_()  # between tensors, and where there is no state yet
-            for place, name, value in new:
-                self._view(portion.group, portion.pieces[place], portion.pages[name], portion.start).copy_(
-                    value
-                )
-        finally:
-            with door:
-                pager.unpin(pages, dirty=True)
-                if pager.transfers.disk is not None:
-                    pager.writeback(fresh)
-
-    def _page(self, portion: Portion, name: str, dtype: torch.dtype) -> Page | None:
-        """A new page for the state of this name; None where another piece's has been made."""
-        if name in portion.pages:
-            return None
-        group, pager = portion.group, self.hooks.pager
-        sinks = group.parts[0].exp_avg.sinks
-        page = pager.table.add(group.unit, Kind.STATE, dtype, portion.stop - portion.start, sinks=sinks)
-        with self.hooks.door:
-            if pager.transfers.disk is not None:
-                pager.transfers.provide([page])
-            self.hooks.trace.record(Event.PAGE, now(), 0, group.unit, page.number, page.nbytes)
-        portion.pages[name] = page
-        stretches = group.states.setdefault(name, [])
-        stretches.append(Stretch(page, portion.start, portion.stop))
-        stretches.sort(key=lambda stretch: stretch.start)
-        return page
-
-    # -- where things are -----------------------------------------------------------------------------------
-
-    def _portions_of(self, group: Group) -> list[Portion]:
-        """All of a group, or of this rank's slice of it, in portions about as large as its parts."""
-        known = self._portions.get(id(group))
-        if known is None:
-            known = self._portions[id(group)] = cut(group, whole=not self.sliced)
-        return known
-
-    def _view(self, group: Group, piece: Piece, page: Page, first: int) -> torch.Tensor:
-        """A piece in a page that is pinned on the host and begins with element ``first`` of the group."""
-        assert page.host is not None
-        field = group.fields[piece.field]
-        size, stride = (field.size, field.stride) if piece.whole else ((piece.stop - piece.start,), (1,))
-        return self.hooks.pager.host.view(page.host, page.dtype, piece.start - first, size, stride)
 
     def _drop_masters(self, group: Group) -> None:
         """Master weights are Adam's; kept as they are, they would be taken for the parameters' values one day."""
@@ -322,118 +248,6 @@ class ForeignUpdate(Update):
         with self.hooks.door:
             for master in masters:
                 self.hooks.pager.discard(master)
-
-    # -- state, as state_dict and checkpoints have it -------------------------------------------------------
-
-    def facts(self) -> dict[int, Facts]:
-        """By the ids of parameters with state. Where ranks have slices, all must ask: each knows of its slices only."""
-        found: dict[int, Facts] = {}
-        for portions in self._portions.values():
-            for portion in portions:
-                for piece, kept, names in zip(portion.pieces, portion.kept, portion.paged, strict=True):
-                    if kept or names:
-                        identity = id(portion.group.fields[piece.field].parameter)
-                        found[identity] = ({name: portion.pages[name].dtype for name in names}, dict(kept))
-        ranks = self.hooks.reduction.ranks
-        if ranks is None or not self.sliced:
-            return found
-        names_of = {
-            identity: group.fields[index].name for identity, (group, index) in self.hooks.home.items()
-        }
-        said = ranks.meet(
-            "optimizer",
-            {
-                names_of[identity]: [
-                    {name: str(dtype).removeprefix("torch.") for name, dtype in paged.items()},
-                    {name: encoded(value, f"{name} of {names_of[identity]}") for name, value in kept.items()},
-                ]
-                for identity, (paged, kept) in found.items()
-            },
-            "the optimizer's state",
-        )
-        merged = {name: each for of_rank in reversed(said) for name, each in of_rank.items()}
-        return {
-            identity: (
-                {key: getattr(torch, dtype) for key, dtype in merged[name][0].items()},
-                {key: decoded(value) for key, value in merged[name][1].items()},
-            )
-            for identity, name in names_of.items()
-            if name in merged
-        }
-
-    def reader(self) -> Callable[[torch.Tensor], dict[str, Any]]:
-        """See :meth:`Update.reader` and :meth:`facts`."""
-        self.hooks.release_resident()
-        facts = self.facts()
-        return lambda parameter: self._filled(parameter, *facts.get(id(parameter), ({}, {})))
-
-    def _filled(
-        self, parameter: torch.Tensor, paged: Mapping[str, torch.dtype], kept: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What :meth:`facts` says of a parameter, with the tensors that are in pages."""
-        group, index = self.hooks.home[id(parameter)]
-        field = group.fields[index]
-        state = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in kept.items()
-        }
-        for name, dtype in paged.items():
-            whole = torch.empty_strided(field.size, field.stride, dtype=dtype)
-            flat = whole.as_strided((field.numel,), (1,))
-            for portion, piece in self._holding(group, index):
-                page = portion.pages[name]
-                with self.hooks.door.hold():
-                    with self.hooks.door:
-                        self.hooks.pager.fault([page], Phase.OPTIMIZER, group.unit)
-                    try:
-                        flat[piece.start - field.offset : piece.stop - field.offset].copy_(
-                            self._flat(page, portion, piece)
-                        )
-                    finally:
-                        with self.hooks.door:
-                            self.hooks.pager.unpin([page])
-            if self.sliced:
-                self.hooks.reduction.complete(group, index, whole)
-            state[name] = whole
-        return state
-
-    def write(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Take over the state of one parameter, whole, from what a reader or an unpaged optimizer gave."""
-        self.hooks.release_resident()
-        group, index = self.hooks.home[id(parameter)]
-        field = group.fields[index]
-        for portion, piece in self._holding(group, index):
-            place = portion.pieces.index(piece)
-            portion.kept[place], portion.paged[place] = {}, []
-            portion.optimizer = None  # a class may begin with state of its own, where it is given none
-            new = []
-            for name, value in state.items():
-                mine = value
-                if isinstance(value, torch.Tensor) and tuple(value.shape) == field.size and not piece.whole:
-                    dense = torch.empty_strided(field.size, field.stride, dtype=value.dtype).copy_(value)
-                    flat = dense.as_strided((field.numel,), (1,))
-                    mine = flat[piece.start - field.offset : piece.stop - field.offset]
-                if self._pageable(portion, place, name, mine):
-                    portion.paged[place].append(name)
-                    new.append((place, name, mine))
-                else:
-                    portion.kept[place][name] = value.clone() if isinstance(value, torch.Tensor) else value
-            self.hooks.pager.announce(list(portion.pages.values()))
-            with self.hooks.door.hold():
-                self._put(portion, new)
-
-    def _holding(self, group: Group, index: int) -> list[tuple[Portion, Piece]]:
-        """The piece of a field, with its portion; none where it is in other ranks' slices."""
-        return [
-            (portion, piece)
-            for portion in self._portions_of(group)
-            for piece in portion.pieces
-            if piece.field == index
-        ]
-
-    def _flat(self, page: Page, portion: Portion, piece: Piece) -> torch.Tensor:
-        assert page.host is not None
-        size = (piece.stop - piece.start,)
-        return self.hooks.pager.host.view(page.host, page.dtype, piece.start - portion.start, size, (1,))
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tiermem.trainer._adam import lib
 
 __all__ = ["BEST_LEVEL", "Hyper", "Kernel"]
 
+_EXACT = 8  # ADAM_EXACT
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # A thread takes this many elements at a time. Half a millisecond of work: long beside the microseconds it
@@ -95,6 +96,7 @@ class Kernel:
         hyper: Hyper,
         step: int,
         grad_scale: float = 1.0,
+        exact: bool = False,
     ) -> None:
         """Update ``count`` elements in place, and return when all are written.
 
@@ -106,7 +108,7 @@ class Kernel:
         even.
 
         ``step`` counts this update, from 1. ``grad_scale`` multiplies the gradient first, and the product is
-        rounded to the gradient's dtype, as ``grad.mul_(grad_scale)`` would.
+        rounded to the gradient's dtype, as ``grad.mul_(grad_scale)`` would; with ``exact`` it stays float32.
 
         Raises ValueError for another dtype, a master that doesn't go with the parameter's dtype, a negative
         count or a step below 1.
@@ -151,7 +153,7 @@ class Kernel:
                 parameter + first * parameter_size,
                 parameter_kind,
                 gradient + first * gradient_size,
-                gradient_kind,
+                gradient_kind | (_EXACT if exact else 0),
                 master + first * 4,
                 exp_avg + first * 4,
                 exp_avg_sq + first * 4,

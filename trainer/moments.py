@@ -156,6 +156,9 @@ class AdamUpdate(Update):
                     with hooks.door:
                         pager.unpin(part.pages, dirty=True)
                         self._send(part.pages)
+            if not begun:  # all of it is in other ranks' slices
+                for run in runs:
+                    run.step += 1
             done = True
         finally:
             if begun:
@@ -188,7 +191,8 @@ class AdamUpdate(Update):
             count=high - low,
             hyper=hyper,
             step=run.step,
-            grad_scale=1.0 if group.scale is None else float(group.scale),
+            grad_scale=(1.0 if group.scale is None else float(group.scale)) * group.unscale,
+            exact=group.unscale != 1.0,
         )
 
     def _address(self, page: Page) -> int:

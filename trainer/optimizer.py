@@ -14,7 +14,8 @@ from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
 from tiermem.trainer.base import Exact, PagingOptimizer
 from tiermem.trainer.blueprint import Blueprint
-from tiermem.trainer.foreign import Facts, ForeignUpdate, settings_of
+from tiermem.trainer.foreign import ForeignUpdate, settings_of
+from tiermem.trainer.state import Facts
 
 
 def paged(

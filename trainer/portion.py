@@ -90,8 +90,10 @@ def require_room(
     for portion, nbytes, sinking in zip(portions, state, sinks, strict=True):
         group, numel = portion.group, portion.stop - portion.start
         shared = [page for page in (group.updated, group.summed) if page.sinks]
-        # They stay where they are while each page of state finds room beside or between them.
-        gaps = len(shared) * max((padded(numel * each.itemsize) for each in dtypes[group.dtype]), default=0)
+        # They stay where they are while pages of the next portion's state find room beside or between them.
+        several = sum(each.group is group for each in portions) > 1
+        largest = max((padded(numel * each.itemsize) for each in dtypes[group.dtype]), default=0)
+        gaps = len(shared) * largest if several else 0
         needed = stuck + sum(page.nbytes for page in shared) + (nbytes if sinking else 0) + gaps
         names = (
             f"{group.fields[portion.pieces[0].field].name} to {group.fields[portion.pieces[-1].field].name}"
