@@ -3,8 +3,8 @@
     python benchmarks/growth.py [--units 10 100 1000 3000] [--steps 6000] [--quick] [--json FILE]
 
 Chains of small linear layers, each of them a unit, on one thread. The first table has processor time per unit, of
-wrapping and of a training step where everything fits, so that what is measured is tiermem's own work (median of 5 steps,
-the first left out). The second trains a model of 8 units within half of its state for many steps, and prints the
+wrapping and of a training step where everything fits, so that what is measured is tiermem's own work (median of 5
+steps, the first left out). The second trains a model of 8 units within half of its state for many steps, and prints the
 process's resident memory, open files, threads and Python objects along the way.
 """
 
@@ -112,6 +112,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, 1 thread")
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="tiermem-growth-") as folder:
+        per_unit(3, folder)  # what is imported at first use belongs to no row
         print(" units  wrap us/unit  step us/unit")
         rows = []
         for number in units:
