@@ -1,7 +1,8 @@
 """Processes killed while they train durably: at their n-th I/O, with what wasn't synchronised lost, or at a line.
 
-``python -m tests.killing --kills 200`` kills one run over and over at random moments, each time resuming it, and
-compares what comes out with the run that nobody killed.
+``python -m tests.killing --kills 200 --steps 250`` kills one run over and over at random moments (of wrapping, of
+training, committing, saving a checkpoint, exporting it), each time resuming it, and compares what comes out with the
+run that nobody killed. After each kill the checkpoint that is there must be that of some step, bit for bit.
 """
 
 from __future__ import annotations
@@ -9,29 +10,39 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
 import torch
+import torch._dynamo  # hooks bring it in: here, before a fork, and not in every child
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import tiermem
-import tiermem.runtime  # before a fork, and not in every child
+import tiermem.runtime
 from tests.models import Case
-from tests.parity import assert_equal
-from tests.resuming import Loop, from_step
+from tests.parity import assert_equal, assert_same
+from tests.resuming import Loop, from_step, seed
 from tiermem.aio import File, Queue, open_queue
+from tiermem.checkpoint.folder import PARTIAL
+from tiermem.checkpoint.formats import open_source
+from tiermem.checkpoint.safetensors import export
 
 KILLED = 137
 LINES = 130_000
 """Of tiermem's code: about 10 000 wrap the model, or resume it, 80 000 are its first step, 14 000 each later one."""
+
+CHECKPOINT, EXPORT = "checkpoints/ck", "exports/out"
 
 WRITTEN = -1
 """The ticket of every write of a dying queue."""
@@ -201,23 +212,47 @@ def go_on(folder: Path, steps: int, told: Callable[[int], None] = lambda step: N
     """Resume, or begin, and train to ``steps``; ``told`` of each step that is durable."""
     loop = Loop(TINY, folder, resume="auto", **{**SECTIONS, **sections})
     if loop.step == 0:
-        from tests.resuming import seed
-
         seed(3)
     told(loop.step)
     return loop.train(steps, told)
 
 
-def killed_at_line(folder: Path, steps: int, at: int, **sections: Any) -> tuple[int, list[int]]:
-    """Go on in a process that is killed at a line; see :func:`in_child`."""
+def killed_at_line(
+    folder: Path, steps: int, at: int, saving: bool = False, **sections: Any
+) -> tuple[int, list[int]]:
+    """Go on in a process that is killed at a line; see :func:`in_child`. ``saving``: it saves and exports as well."""
 
     def work(told: Callable[[int], None]) -> None:
         sys.settrace(Assassin(at))
-        loop = go_on(folder, steps, told, **sections)
+        loop = Loop(TINY, folder / "runs", resume="auto", **{**SECTIONS, **sections}) if saving else None
+        if loop is None:
+            loop = go_on(folder, steps, told, **sections)
+        else:
+            _train_and_save(loop, folder, steps, told)
         sys.settrace(None)
         loop.model.close()
 
     return in_child(work)
+
+
+def _train_and_save(loop: Loop, folder: Path, steps: int, told: Callable[[int], None]) -> None:
+    """A checkpoint every second step, in the background or not, and an export of it every fourth."""
+    if loop.step == 0:
+        seed(3)
+    told(loop.step)
+
+    def after(step: int) -> None:
+        told(step)
+        if step % 2 == 0:
+            loop.model.save(
+                folder / CHECKPOINT, loop.optimizer, step=step, overwrite=True, background=step % 4 == 0
+            )
+        if step % 4 == 2:
+            out = folder / EXPORT
+            shutil.rmtree(out, ignore_errors=True)
+            export(open_source(folder / CHECKPOINT), out)
+
+    loop.train(steps, after)
 
 
 def killed_at_io(folder: Path, steps: int, at: int, **sections: Any) -> tuple[int, list[int]]:
@@ -230,11 +265,21 @@ def killed_at_io(folder: Path, steps: int, at: int, **sections: Any) -> tuple[in
     return in_child(work)
 
 
-def kill_over_and_over(folder: Path, kills: int, steps: int, number: int = 0, **sections: Any) -> int:
-    """Kill one run at random lines until it has been killed so often or has ended; the step it came to."""
+def kill_over_and_over(
+    folder: Path,
+    kills: int,
+    steps: int,
+    number: int = 0,
+    after: Callable[[int, int], None] = lambda kill, step: None,
+    **sections: Any,
+) -> int:
+    """Kill one run at random lines until it has been killed so often or has ended; the step it came to.
+
+    ``after`` each kill, this is called with its number and that step.
+    """
     draw = random.Random(number)
     durable = 0
-    for _ in range(kills):
+    for kill in range(1, kills + 1):
         status, told = killed_at_line(folder, steps, draw.randrange(1, LINES), **sections)
         if told:
             assert told[0] >= durable, f"step {durable} was durable, and step {told[0]} came back"
@@ -242,7 +287,33 @@ def kill_over_and_over(folder: Path, kills: int, steps: int, number: int = 0, **
         if status == 0:
             break
         assert status == -signal.SIGKILL, f"the process ended with {status}"
+        after(kill, durable)
     return durable
+
+
+def check_saved(folder: Path, states: Mapping[int, Mapping[str, torch.Tensor]]) -> int | None:
+    """The checkpoint and the export that are there are whole, and of some step; that of the checkpoint, if any.
+
+    ``states``: what the run that nobody killed has after each step.
+    """
+    step = None
+    if (folder / CHECKPOINT).exists():
+        net = _build()
+        with tiermem.TieredModule(net, {"host": {"budget": "64MiB"}}) as model:
+            step = model.load(folder / CHECKPOINT).step
+            assert step is not None
+            assert_same(f"the checkpoint of step {step}", states[step], dict(model.state_dict()))
+    if (folder / EXPORT).exists():
+        found = load_file(folder / EXPORT / "model.safetensors")
+        exported = [
+            number for number, state in states.items() if torch.equal(state["0.weight"], found["0.weight"])
+        ]
+        assert exported, "the export is of no step"
+        assert_same(f"the export of step {exported[0]}", states[exported[0]], found)
+    for parent in (folder / CHECKPOINT, folder / EXPORT):
+        names = os.listdir(parent.parent) if parent.parent.exists() else []
+        assert len([name for name in names if name.startswith(PARTIAL)]) <= 1, names
+    return step
 
 
 def main() -> None:
@@ -254,11 +325,37 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    expected = Loop(TINY).train(arguments.steps).close()
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="tiermem-killing-") as folder:
-        step = kill_over_and_over(Path(folder), arguments.kills, arguments.steps, arguments.seed)
-        print(f"killed {arguments.kills} times; step {step} is durable")
-        loop = go_on(Path(folder), 0)
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    plain = Loop(TINY)
+    plain.train(
+        arguments.steps,
+        lambda step: states.update(
+            {step: {name: each.clone() for name, each in plain.net.state_dict().items()}}
+        ),
+    )
+    expected = plain.close()
+    start = perf_counter()
+    seen: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="tiermem-killing-") as name:
+        folder = Path(name)
+
+        def after(kill: int, step: int) -> None:
+            saved = check_saved(folder, states)
+            seen["saved" if saved is not None else "nothing saved yet"] += 1
+            seen["a save was broken off"] += any(
+                each.startswith(PARTIAL) for parent in folder.iterdir() for each in os.listdir(parent)
+            )
+            if kill % 10 == 0:
+                seconds = perf_counter() - start
+                print(f"{kill} kills in {seconds:.0f} s; step {step}, checkpoint of step {saved}", flush=True)
+
+        step = kill_over_and_over(
+            folder, arguments.kills, arguments.steps, arguments.seed, after=after, saving=True
+        )
+        print(
+            f"killed {sum(seen.values()) - seen['a save was broken off']} times; step {step} is durable; {dict(seen)}"
+        )
+        loop = go_on(folder / "runs", 0)
         first = loop.step
         assert_equal(from_step(expected, first), loop.train(arguments.steps).close())
         print(

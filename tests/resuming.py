@@ -21,16 +21,17 @@ STEPS = 6
 
 
 class Data:
-    """Batches of one case, drawn from a generator of its own: the position is its state."""
+    """Batches of one case, drawn from a generator of its own: the position is its state. Ranks have others."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, rank: int = 0) -> None:
         self.case = case
+        self.rank = rank
         self.position = 0
 
     def draw(self) -> Any:
         """The next batch; the global generators stay as they are."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1000 + self.position)
+            torch.manual_seed(1000 + 500 * self.rank + self.position)
             self.position += 1
             return self.case.batch()
 
@@ -55,6 +56,7 @@ class Loop:
         dtype: torch.dtype = torch.float32,
         mode: str = "step",
         register: bool = True,
+        rank: int = 0,
         **sections: Any,
     ) -> None:
         self.net = build(case, dtype)
@@ -79,7 +81,7 @@ class Loop:
         groups = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "lr": 1e-3}]
         self.optimizer = AdamW(groups, lr=3e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
-        self.data = Data(case)
+        self.data = Data(case, rank)
         if folder is not None and register:
             self.model.register("scheduler", self.scheduler)
             self.model.register("data", self.data)
@@ -138,5 +140,6 @@ def seed(number: int) -> None:
 
 
 def from_step(whole: Outcome, step: int) -> Outcome:
-    """What a run has to show that went on after ``step`` steps of another."""
-    return Outcome(whole.losses[step:], whole.norms, whole.state, whole.optimizer)
+    """What a run has to show that went on after ``step`` steps of another; none of its own has no noise."""
+    norms = whole.norms if step < len(whole.losses) else [torch.tensor([])]
+    return Outcome(whole.losses[step:], norms, whole.state, whole.optimizer)

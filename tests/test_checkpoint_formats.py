@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from typer.testing import CliRunner
 
 import tiermem
@@ -34,6 +35,7 @@ from tests.parity import adamw, assert_equal, assert_same, build, snapshot, trai
 from tiermem.checkpoint.formats import open_source
 from tiermem.checkpoint.source import read_into
 from tiermem.cli import app
+from tiermem.trainer import AdamW
 
 GPT = BY_NAME["gpt"]
 
@@ -168,6 +170,69 @@ def test_files_of_torch_save(nested: str | None, disk: Path, wrap: Wrap) -> None
     assert_same("import", dict(state), contents(disk / "ck"))
 
 
+def trained(case: Any, steps: int = 2) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A plain network and torch's optimizer, of two groups, that has made some steps."""
+    net = build(case)
+    optimizer = torch.optim.AdamW(groups_of(net), lr=1e-3)
+    for _ in range(steps):
+        case.loss(net, case.batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    named = list(net.named_parameters())
+    return [{"params": named[::2], "weight_decay": 0.3}, {"params": named[1::2], "lr": 2e-3}]
+
+
+def plain_groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    return [{**group, "params": [p for _, p in group["params"]]} for group in groups_of(net)]
+
+
+def assert_goes_on(source: Path, model: Any, net: nn.Module, theirs: torch.optim.Optimizer) -> None:
+    """The state of a plain run has come into the pages, settings included."""
+    ours = AdamW(plain_groups_of(model))
+    model.load(source, ours)
+    assert_same("state", dict(net.state_dict()), dict(model.state_dict()))
+    assert_same("optimizer", snapshot(theirs), snapshot(ours))
+    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for key in ("lr", "betas", "eps", "weight_decay"):
+            assert group[key] == other[key]
+    model._runtime.check()
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_an_optimizer_in_a_file_of_torch_save(names: bool, disk: Path, wrap: Wrap) -> None:
+    case = BY_NAME["gpt-tied"]
+    net, optimizer = trained(case)
+    saved = optimizer.state_dict()
+    if not names:
+        for group in saved["param_groups"]:
+            group.pop("param_names", None)
+    torch.save({"model": net.state_dict(), "optimizer": saved}, disk / "file.pt")
+    model = wrap(build(case, seed=3), host="smallest")
+    assert_goes_on(disk / "file.pt", model, net, optimizer)
+    other = AdamW(model.parameters())
+    with pytest.raises(tiermem.CheckpointError, match=r"optimizer.*group"):
+        model.load(disk / "file.pt", other)
+    run("import", str(disk / "file.pt"), str(disk / "ck"))
+    assert_goes_on(disk / "ck", wrap(build(case, seed=4), host="smallest"), net, optimizer)
+
+
+def test_what_a_paged_run_saved_with_torch_save_comes_back(disk: Path, wrap: Wrap) -> None:
+    model = wrap(build(GPT, torch.bfloat16), host="smallest")
+    optimizer = adamw(model)
+    train(model, optimizer, GPT, steps=2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, disk / "file.pt")
+    state, moments = dict(model.state_dict()), snapshot(optimizer)
+    other = wrap(build(GPT, torch.bfloat16, seed=3), host="smallest")
+    second = adamw(other)
+    other.load(disk / "file.pt", second)
+    assert_same("state", state, dict(other.state_dict()))
+    assert_same("optimizer, masters included", moments, snapshot(second))
+
+
 def test_a_folder_of_such_files(disk: Path, wrap: Wrap) -> None:
     state = dict(build(GPT).state_dict())
     halves = [dict(list(state.items())[::2]), dict(list(state.items())[1::2])]
@@ -241,6 +306,21 @@ def test_what_dcp_saved(disk: Path, wrap: Wrap) -> None:
         model = wrap(build(GPT, seed=3), host="smallest")
         model.load(disk / name)
         assert_same("state", state, dict(model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("how", ["numbers", "names", "flat"])
+def test_an_optimizer_that_dcp_saved(how: str, disk: Path, wrap: Wrap) -> None:
+    net, optimizer = trained(GPT)
+    saved: Any = optimizer.state_dict()
+    if how == "numbers":
+        for group in saved["param_groups"]:
+            group.pop("param_names", None)
+    else:
+        options = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
+        saved = get_optimizer_state_dict(net, optimizer, options=options)
+    dcp.save({"model": net.state_dict(), "optim": saved}, checkpoint_id=disk / "dcp")
+    assert_goes_on(disk / "dcp", wrap(build(GPT, seed=3), host="smallest"), net, optimizer)
 
 
 @pytest.mark.parametrize(

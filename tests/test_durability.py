@@ -310,7 +310,7 @@ def test_what_isnt_ours_alone_isnt_resumed(what: str, disk: Path, monkeypatch: p
     else:
         (folder / "run.json").rename(disk / "run.json")
         (folder / "run.json").symlink_to(disk / "run.json")
-        match = "can't be read"
+        match = "run.json: is a link, and links are not followed"
     with pytest.raises(tiermem.ConfigError, match=match):
         Loop(BY_NAME["odd-mlp"], disk, resume=folder)
 

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import functools
 import os
+import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = -1
+        self.lasting = False  # fail all those after it too, and reads
         self.code = errno.EIO
         self.count = 0
         self.failed: list[str] = []
@@ -47,15 +50,20 @@ class Failing:
 
         monkeypatch.setattr("tiermem.runtime.open_queue", faulty)
 
-    def arm(self, at: int, code: int) -> None:
-        self.at, self.code, self.count = at, code, 0
+    def arm(self, at: int, code: int, lasting: bool = False) -> None:
+        self.at, self.code, self.count, self.lasting = at, code, 0, lasting
         self.failed = []
 
     def _strikes(self, name: str) -> bool:
         self.count += 1
-        if self.count - 1 == self.at:
+        strikes = self.count - 1 == self.at or self._gone
+        if strikes:
             self.failed.append(name)
-        return self.count - 1 == self.at
+        return strikes
+
+    @property
+    def _gone(self) -> bool:
+        return self.lasting and 0 <= self.at < self.count
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +74,8 @@ class Failing:
         return wrapped
 
     def _page(self, index: int, op: str) -> Any:
-        return self.code if op == "write" and self._strikes("page") else None
+        strikes = self._strikes("page") if op == "write" else self._gone
+        return self.code if strikes else None
 
 
 @pytest.fixture
@@ -163,3 +172,121 @@ def test_a_path_that_can_only_be_read(disk: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(tiermem.ConfigError, match="can't hold a run folder: Read-only file system"):
         Loop(TINY, disk, **SECTIONS)
     assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENODEV])
+def test_a_disk_that_disappears(code: int, disk: Path, failing: Failing) -> None:
+    expected = uninterrupted()
+    for at in range(0, 40, 13):
+        folder = disk / f"{at}"
+        failing.arm(-1, code)
+        loop = Loop(TINY, folder, **SECTIONS).train(1)
+        failing.arm(at, code, lasting=True)
+        with pytest.raises(tiermem.TransferError, match=str(folder)):
+            loop.train(MORE + 5)
+        assert len(failing.failed) >= 1
+        durable = loop.model.stats()["commits"]["committed_step"]
+        loop.model._runtime.check()
+        with contextlib.suppress(tiermem.TransferError):
+            give_up(loop)
+        give_up(loop)  # it is still gone
+        failing.arm(-1, code)  # and here again
+        resumed = Loop(TINY, folder, resume="auto", **SECTIONS)
+        assert resumed.step in (durable, durable + 1)
+        if resumed.step < MORE:
+            assert_equal(from_step(expected, resumed.step), resumed.train(MORE).close())
+        else:
+            resumed.model.close()
+
+
+def test_a_folder_that_is_deleted_under_its_run(disk: Path) -> None:
+    loop = Loop(TINY, disk, **SECTIONS).train(1)
+    (folder,) = disk.iterdir()
+    shutil.rmtree(folder)
+    with pytest.raises(tiermem.TransferError, match=r"pages\.bin.*it was deleted while this run has it open"):
+        loop.one()
+    with contextlib.suppress(tiermem.TransferError):
+        give_up(loop)
+    give_up(loop)
+    assert list(disk.iterdir()) == []
+
+
+def test_a_folder_that_is_deleted_under_a_run_that_keeps_nothing(disk: Path) -> None:
+    loop = Loop(TINY, disk, mode="off", **SECTIONS).train(1)
+    (folder,) = disk.iterdir()
+    shutil.rmtree(folder)
+    assert_equal(uninterrupted(), loop.train(MORE).close())
+    assert list(disk.iterdir()) == []
+
+
+def test_clocks_that_jump(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = uninterrupted()
+    draw = random.Random(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: draw.uniform(-1e9, 9e9))
+        patch.setattr(time, "time_ns", lambda: int(draw.uniform(-1e18, 9e18)))
+        limited = {**SECTIONS, "disk": {"max_written_per_day": "1GiB"}}
+        loop = Loop(TINY, disk, **limited).train(1)
+        loop.model.save(disk / "checkpoint", loop.optimizer)
+        loop.train(STEPS).model.close()
+        resumed = Loop(TINY, disk, resume="auto", **limited)
+        assert resumed.step == STEPS
+        assert_equal(from_step(expected, STEPS), resumed.train(MORE).close())
+        loaded = Loop(TINY, disk / "other", mode="off", **SECTIONS)
+        assert loaded.model.load(disk / "checkpoint", loaded.optimizer).step == 1
+        loaded.model.close()
+
+
+FILES = ("pages.bin", "run.json", f"{COMMIT}0", f"{COMMIT}1", "damage.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_links_in_a_run_folder_are_not_followed(name: str, disk: Path) -> None:
+    Loop(TINY, disk / "runs", **SECTIONS).train(STEPS).model.close()
+    (folder,) = (disk / "runs").iterdir()
+    path, outside = folder / name, disk / "mine"
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.write_text("[]")
+    before = outside.read_bytes()
+    path.symlink_to(outside)
+    with pytest.raises(tiermem.ConfigError, match=f"{name}: is a link, and links are not followed"):
+        Loop(TINY, disk / "runs", resume="auto", **SECTIONS)
+    assert path.is_symlink()
+    assert outside.read_bytes() == before
+    path.unlink()
+    if name != "damage.json":
+        outside.rename(path)
+    resumed = Loop(TINY, disk / "runs", resume="auto", **SECTIONS)
+    assert_equal(from_step(uninterrupted(), STEPS), resumed.train(MORE).close())
+
+
+def test_a_link_where_a_file_is_made_anew_is_replaced(disk: Path) -> None:
+    loop = Loop(TINY, disk / "runs", **SECTIONS)
+    (folder,) = (disk / "runs").iterdir()
+    (disk / "mine").write_text("mine")
+    (folder / "run.json.new").symlink_to(disk / "mine")
+    loop.train(STEPS)
+    loop.model._runtime.run.described = 0
+    loop.model._runtime.disk.grown = True  # so that it is written again
+    loop.train(MORE).model.close()
+    assert (disk / "mine").read_text() == "mine"
+    assert not (folder / "run.json.new").exists()
+
+
+@pytest.mark.parametrize("name", FILES[:4])
+def test_files_of_somebody_else_are_refused(name: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Loop(TINY, disk, **SECTIONS).train(STEPS).model.close()
+    stat = os.stat
+
+    def stranger(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        found = stat(path, *args, **kwargs)
+        return os.stat_result((*found[:4], 4711, *found[5:])) if path == name else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stranger)
+        with pytest.raises(tiermem.ConfigError, match=f"{name}: belongs to user 4711, and this is user"):
+            Loop(TINY, disk, resume="auto", **SECTIONS)
+    resumed = Loop(TINY, disk, resume="auto", **SECTIONS)
+    assert_equal(from_step(uninterrupted(), STEPS), resumed.train(MORE).close())

@@ -208,6 +208,59 @@ def test_more_ram_moves_less_and_enough_moves_nothing() -> None:
     assert found[0].nbytes_written_a_day > 0
 
 
+@pytest.mark.parametrize("budget", [2, 64])
+def test_commits_take_space_and_write_what_the_plan_does_not(budget: int, disk: Path) -> None:
+    from tiermem.planner.model import Model, inspect
+
+    net = SmallGPT(256, 128, 6, 32)
+    with torch.device("meta"):
+        shadow = SmallGPT(256, 128, 6, 32)
+    model = Model("small", shadow, inspect(shadow))
+    off = forecast(model, machine(host_budget=budget << 20), Training(2, 32, "fp32"))
+    once = forecast(model, machine(host_budget=budget << 20), Training(2, 32, "fp32", durability="step"))
+    state = sum(kind["nbytes"] for kind in off.state.values())
+    changing = state * 3 // 4  # gradients are in no commit
+    assert once.disk_nbytes == pytest.approx(state + changing, rel=0.01)
+    twice = forecast(
+        model, machine(host_budget=budget << 20), Training(2, 32, "fp32", durability="every:10", commits=2)
+    )
+    assert twice.disk_nbytes == pytest.approx(state + 2 * changing, rel=0.01)
+    written = [each.carried.get("host to disk", 0) for each in (off, twice, once)]
+    assert written[1] - written[0] == pytest.approx((written[2] - written[0]) / 10, rel=0.01)
+    assert written[2] >= changing
+    assert once.step == pytest.approx(off.step + once.waits["commits"])
+    assert once.policy()["durability"] == {"mode": "step", "commits": 1}
+    none = forecast(
+        model,
+        machine(host_budget=budget << 20, disk_nbytes=state),
+        Training(2, 32, "fp32", durability="step"),
+    )
+    assert not none.fits
+    assert 'durability.mode = "step" and durability.commits = 1' in none.reason
+    config = {
+        "device": {"kind": "cpu"},
+        "host": {"budget": budget << 20},
+        "disk": {"paths": [str(disk)]},
+        "durability": {"mode": "step"},
+    }
+    with tiermem.TieredModule(net, config) as paged:
+        optimizer = AdamW(paged.parameters(), lr=1e-3)
+        x = torch.randint(0, 256, (2, 32))
+        before = 0
+        for step in range(5):
+            paged(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                before = paged.stats()["nbytes_written_to_disk"]
+        moved = paged.stats()["nbytes_written_to_disk"] - before
+        assert paged._runtime.disk.used == pytest.approx(once.disk_nbytes, rel=0.01)
+        assert once.carried["host to disk"] == pytest.approx(moved, rel=0.1)
+        explained = paged.explain()
+        assert explained.predicted["host_to_disk"] == pytest.approx(moved, rel=0.1)
+        assert any("has 2 places with durability.mode" in note for note in explained.notes)
+
+
 def test_what_does_not_fit_says_why_and_what_would() -> None:
     model = from_sizes(8_000_000, 4, width=384, vocabulary=256)
     small = forecast(model, machine(host_budget=2 << 20), Training(4, 64, "fp32"))

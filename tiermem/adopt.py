@@ -76,6 +76,8 @@ class Adoption:
             with self._door:
                 dtypes = [field.parameter.dtype for field in group.fields]
                 group.unbind()
+                if group.parameter.gathered:
+                    group.parameter.blank = False  # its slices are there
                 self._own.append((group, dtypes))
 
     def undo(self) -> None:

@@ -6,6 +6,10 @@ of updates, registered objects). Then its record is written, which makes it the 
 are registered, when these have had their turn, at the latest when the next training forward begins. A run that is
 killed before that resumes one step earlier. Either way all that a record says is of one moment: after a step, before
 anything was drawn for the next.
+
+Note: ranks. Where several ranks share the model each commits what it has, and a step is committed when all have its
+record. Nobody waits for that: the commit before is kept one step longer, until all ranks meet in the optimizer's next
+step, where they tell each other what they have (:meth:`Commits.agree`). What not all have is no commit then.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch import nn
 from tiermem import randomness
 from tiermem.disk import Disk
 from tiermem.door import Door
-from tiermem.durable import DurableRun
+from tiermem.durable import DurableRun, common_of
 from tiermem.errors import PagingError, TransferError
 from tiermem.layout import fingerprint
 from tiermem.page import Page
@@ -49,6 +53,7 @@ class Updating(Protocol):
 class Prepared:
     """A commit whose pages are durable and whose record is not written yet."""
 
+    generation: int
     step: int
     rows: Any
     pages: list[Page]
@@ -82,6 +87,7 @@ class Commits:
         self._disk = disk
         self._door = door
         self._every = every
+        self._ranks = pager.transfers.shelf.ranks
         self._fingerprint = fingerprint(run.layout)
         self._updates: list[Updating] = []
         self._resumed: dict[str, Any] | None = None  # until training goes on
@@ -177,7 +183,19 @@ class Commits:
                 self._prepare()
 
     def commit(self) -> None:
-        """Make the state durable as it is now."""
+        """Make the state durable as it is now; where there are ranks, all ask for it, and it is durable on all."""
+        if self._ranks is None:
+            self._commit()
+            return
+        self._meet(None)  # what was written last is agreed on first
+        failure: Exception | None = None
+        try:
+            self._commit()
+        except (PagingError, TransferError) as error:
+            failure = error
+        self._meet(failure)
+
+    def _commit(self) -> None:
         if self._broken:
             self.begin_update()
         if any(update.pending() for update in self._updates):
@@ -187,6 +205,38 @@ class Commits:
             )
         self._prepare()
         self._write()
+
+    # -- ranks --------------------------------------------------------------------------------------------
+
+    def told(self) -> list[list[int]]:
+        """What the other ranks are to know: generation and step of each commit that is kept here."""
+        return [[commit.generation, commit.step] for commit in self.run.kept]
+
+    def agree(self, said: Sequence[Any]) -> None:
+        """All ranks are here, and this is what each has told: from now on, what not all have may be written over."""
+        if self._ranks is None:
+            return
+        common = common_of(said)
+        numbers = [n for n, one in enumerate(self.told()) if one in common][-self.run.num_kept :]
+        if len(numbers) < len(self.run.kept):
+            with self._door:
+                self._disk.keep([page for page in self._pager.table if page.durable], numbers)
+            self.run.kept = [self.run.kept[number] for number in numbers]
+
+    def _meet(self, failure: Exception | None) -> None:
+        """See that :meth:`commit` came to its end on all ranks; raises what kept this one from it, or another."""
+        assert self._ranks is not None
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        said = self._ranks.meet("commit", [self.told(), text], "commit()")
+        self.agree([each[0] for each in said])
+        if failure is not None:
+            raise failure
+        failed = next((rank for rank, each in enumerate(said) if each[1] is not None), None)
+        if failed is not None:
+            raise PagingError(
+                f"nothing was committed: rank {failed} could not do its part: {said[failed][1]}; the last commit that "
+                f"all ranks have is of step {self._last_step}"
+            )
 
     def stats(self) -> dict[str, Any]:
         """The run's folder and step, the commits made since it was opened, and the seconds that they took."""
@@ -204,7 +254,7 @@ class Commits:
             if self._prepared is not None:
                 self._write()
             elif self._every and self._quiet and not self._broken and self._last_step != self.step:
-                self.commit()
+                self._commit()
         finally:
             self.registered.close()
 
@@ -218,6 +268,7 @@ class Commits:
         start = perf_counter()
         with self._door.hold():
             self._prepared = None
+            self.run.generation += 1  # of what fails, too: it is the same on all ranks
             pages = [page for page in self._pager.table if page.durable]
             with self._door:
                 self._pager.clean(pages)
@@ -239,7 +290,7 @@ class Commits:
                 "registered": states,
             }
             self._disk.prepare(pages)
-            self._prepared = Prepared(self.step, self._rows(), pages, state)
+            self._prepared = Prepared(self.run.generation, self.step, self._rows(), pages, state)
         self.seconds += perf_counter() - start
         if not waiting:
             self._write()
@@ -265,19 +316,18 @@ class Commits:
             prepared.state["registered"] |= self.registered.end()
             # A scheduler has changed the settings since.
             prepared.state["optimizers"] = [update.state() for update in self._updates]
-            generation = self.run.generation + 1
             data = pack(prepared.state)
             if not self.num_commits:
                 self.registered.prove(
                     prepared.state["registered"] | {"optimizer": prepared.state["optimizers"]}
                 )
-            commit = Commit(generation, prepared.step, self._fingerprint, prepared.rows, data)
+            commit = Commit(prepared.generation, prepared.step, self._fingerprint, prepared.rows, data)
             try:
                 self.run.write(commit)
             except OSError as failure:
                 raise self._failed(failure) from failure
             self._prepared = None
-            self._disk.committed(prepared.pages, self.run.num_kept)
+            self._disk.committed(prepared.pages, len(self.run.kept))
             self.num_commits += 1
         self.seconds += perf_counter() - start
 

@@ -212,7 +212,7 @@ class Disk:
         page.target = target
         self.nbytes_written[number] += page.nbytes
         if self.quota is not None:
-            self.quota.add(page.nbytes)
+            self.quota.add(page.nbytes, number)
         return ticket
 
     def _target(self, page: Page) -> tuple[int, int]:
@@ -240,9 +240,14 @@ class Disk:
     # -- commits ------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Return when all that was written would survive a loss of power. Raises OSError."""
+        """Return when all that was written would survive a loss of power. Raises OSError.
+
+        Also when a file has been deleted: what is written to it goes with this process.
+        """
         for file in self.files:
             file.sync()
+            if not os.fstat(file.fd).st_nlink:
+                raise OSError(errno.ENOENT, "it was deleted while this run has it open", file.path)
 
     def prepare(self, pages: Iterable[Page]) -> None:
         """The next commit will name these pages as they are now on the disk."""
@@ -255,6 +260,11 @@ class Disk:
             page.committed.append(page.prepared)
             page.prepared = None
             del page.committed[:-num_kept]
+
+    def keep(self, pages: Iterable[Page], numbers: Sequence[int]) -> None:
+        """Of the commits that are kept, only those with these numbers are from now on: 0 is the oldest."""
+        for page in pages:
+            page.committed = [page.committed[number] for number in numbers]
 
     def adopt(self, pages: Sequence[Page], run: DurableRun) -> None:
         """Take over where the pages of a resumed run are: as its last commit says. Raises OSError."""
@@ -289,6 +299,8 @@ class Disk:
                     stack.callback(folder.close)
             for file in self.files:
                 stack.callback(file.close)
+            if self.quota is not None:
+                stack.callback(self.quota.close)
 
 
 def weigh(folders: Sequence[Path], rate: Callable[[Path], float]) -> list[float]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,12 +46,15 @@ class DurableRun:
     slots: list[list[Extent]] = field(default_factory=list)
     kept: list[Commit] = field(default_factory=list)
     generation: int = 0
-    """The highest that was ever begun."""
+    """The highest that was ever begun; who begins a commit counts it."""
     notes: list[str] = field(default_factory=list)
     records: list[Commit | Unreadable] = field(default_factory=list)
     damage: list[dict[str, Any]] = field(default_factory=list)
     described: int = 0
     """How many commits stayed whole when it was described last."""
+    _marking: threading.Lock = field(default_factory=threading.Lock)
+    joint: bool = False
+    """Is it one rank's part of what several commit together? Then who writes says what is kept no longer."""
 
     @property
     def path(self) -> Path:
@@ -65,13 +69,10 @@ class DurableRun:
     # -- opening ------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, parents: Sequence[Path], num_kept: int) -> DurableRun:
-        """A new one, with a folder under each of ``parents``. Raises ConfigError where one can't be."""
+    def create(cls, parents: Sequence[Path], num_kept: int, name: str | None = None) -> DurableRun:
+        """A new one, with a folder under each of ``parents``, of this name. Raises ConfigError where one can't be."""
         with contextlib.ExitStack() as stack:
-            number = 1 + max(
-                (_number(each.path) for parent in parents for each in _durable(parent)), default=0
-            )
-            name = f"{DURABLE}{number:06}-{secrets.token_hex(4)}"
+            name = name or name_of(next_number(parents), secrets.token_hex(4))
             folders = []
             for parent in parents:
                 folders.append(DurableFolder.create(parent, name))
@@ -127,6 +128,12 @@ class DurableRun:
         """Was nothing ever committed?"""
         return all(isinstance(each, Unreadable) and each.reason == EMPTY for each in self.records)
 
+    @property
+    def unfinished(self) -> bool:
+        """Was its first commit broken off, as far as can be told? Then there is nothing in it to resume from."""
+        torn = [each for each in self.records if isinstance(each, Unreadable) and each.reason != EMPTY]
+        return len(torn) == 1 and not any(isinstance(each, Commit) for each in self.records)
+
     # -- which commit -------------------------------------------------------------------------------------
 
     def commits(self) -> list[Commit]:
@@ -141,14 +148,9 @@ class DurableRun:
         Records that can't be read make it uncertain whether an older commit's pages are still there: it is verified
         then. Raises ConfigError when there is no whole commit, with what is wrong with each.
         """
-        torn = [
-            f"{self.journal.slot(number)}: {record.reason}"
-            for number, record in enumerate(self.records)
-            if isinstance(record, Unreadable) and record.reason != EMPTY
-        ]
-        problems = list(torn)
+        problems = self.torn()
         for commit in self.commits():
-            bad = self._known_damage(commit)
+            bad = self.known_damage(commit)
             if not bad and problems:
                 bad = verify(self, commit)
             if not bad:
@@ -173,7 +175,15 @@ class DurableRun:
             source=str(self.path),
         )
 
-    def _known_damage(self, commit: Commit) -> list[dict[str, Any]]:
+    def torn(self) -> list[str]:
+        """In words, which records can't be read."""
+        return [
+            f"{self.journal.slot(number)}: {record.reason}"
+            for number, record in enumerate(self.records)
+            if isinstance(record, Unreadable) and record.reason != EMPTY
+        ]
+
+    def known_damage(self, commit: Commit) -> list[dict[str, Any]]:
         """What is known to be wrong with a commit without reading its pages."""
         found = []
         places = {(each["file"], each["offset"], each["expected"]): each for each in self.damage}
@@ -204,10 +214,11 @@ class DurableRun:
 
     def mark(self, damage: Sequence[dict[str, Any]]) -> None:
         """Remember what is damaged, so that no resume takes a commit that has it. Raises OSError."""
-        new = [each for each in damage if each not in self.damage]
-        if new:
-            self.damage += new
-            self.folders[0].write(DAMAGE, json.dumps(self.damage, indent=1).encode())
+        with self._marking:  # threads that serve other ranks find damage too
+            new = [each for each in damage if each not in self.damage]
+            if new:
+                self.damage += new
+                self.folders[0].write(DAMAGE, json.dumps(self.damage, indent=1).encode())
 
     # -- writing ------------------------------------------------------------------------------------------
 
@@ -237,9 +248,10 @@ class DurableRun:
 
     def write(self, commit: Commit) -> None:
         """Make ``commit`` durable; its pages must be. Raises OSError, and then it may be durable or not."""
-        self.generation = commit.generation
         self.journal.write(commit, {each.generation for each in self.kept})
-        self.kept = [*self.kept, commit][-self.num_kept :]
+        self.kept = [*self.kept, commit]
+        if not self.joint:
+            self.kept = self.kept[-self.num_kept :]
 
     def close(self) -> None:
         """Let go of everything; the folders stay, unless nothing was ever committed. Idempotent."""
@@ -271,19 +283,52 @@ def describe_damage(damage: dict[str, Any]) -> str:
     return f"{where}: its checksum is {damage['actual']:016x}, and {damage['expected']:016x} was written"
 
 
+def common_of(said: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """The commits, [generation, step], that are in what every rank has said, oldest first."""
+    return sorted(each for each in said[0] if all(each in one for one in said))
+
+
+def next_number(parents: Sequence[Path]) -> int:
+    """What the next run under ``parents`` is numbered."""
+    return 1 + max((number_of(each.path.name) for parent in parents for each in _durable(parent)), default=0)
+
+
+def name_of(number: int, token: str, share: tuple[int, int] | None = None) -> str:
+    """The name of a run's folders. Newer runs have higher numbers; ``share``: rank and number of ranks, if several."""
+    name = f"{DURABLE}{number:06}-{token}"
+    return name if share is None else f"{name}.{share[0]}of{share[1]}"
+
+
+def share_of(name: str) -> tuple[int, int] | None:
+    """Which rank's of how many a run's folder is; None where it is of one process alone."""
+    match = re.search(r"\.(\d+)of(\d+)$", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def number_of(name: str) -> int:
+    """The number that :func:`name_of` was given."""
+    match = re.match(rf"{re.escape(DURABLE)}(\d+)-", name)
+    return int(match[1]) if match else 0
+
+
 def search(parents: Sequence[Path]) -> list[Found]:
     """The durable runs whose first folder is under one of ``parents``, the newest first."""
     runs = {each.path.name: each for parent in reversed(parents) for each in _durable(parent)}
-    return sorted(runs.values(), key=lambda each: -_number(each.path))
+    return sorted(runs.values(), key=lambda each: -number_of(each.path.name))
+
+
+def unborn(folder: DurableFolder) -> bool:
+    """Is it the first folder of a run that died before it described itself, so before any commit?"""
+    names = os.listdir(folder.fd)
+    return RUN not in names and not any(
+        name.startswith(COMMIT) and (folder.path / name).lstat().st_size for name in names
+    )
 
 
 def remove_unborn(path: Path, parents: Sequence[Path]) -> bool:
-    """Remove the folders of a run that died before it described itself, so before any commit; was it such a one?"""
+    """Remove the folders of a run that died before it described itself; was it such a one?"""
     with contextlib.closing(DurableFolder.open(path)) as first:
-        names = os.listdir(first.fd)
-        if RUN in names or any(
-            name.startswith(COMMIT) and (first.path / name).stat().st_size for name in names
-        ):
+        if not unborn(first):
             return False
         for parent in reversed(parents):
             other = parent / path.name
@@ -308,11 +353,6 @@ def _durable(parent: Path) -> list[Found]:
     if not parent.is_dir():
         return []
     return [each for each in find(parent) if each.kind == "durable"]
-
-
-def _number(path: Path) -> int:
-    match = re.match(rf"{re.escape(DURABLE)}(\d+)-", path.name)
-    return int(match[1]) if match else 0
 
 
 def _read_run(folder: DurableFolder) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class DurableFolder:
                     f"{path}: has mode {stat.S_IMODE(info.st_mode):04o}, so that others may have changed it; a run "
                     "folder has 0700: look into it, and chmod it if you trust what is there"
                 )
+            _check_files(fd, path)
             try:
                 with lock_folder(path.parent):  # nobody else tries meanwhile, just to see
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,6 +210,25 @@ def check_file(fd: int, path: Path) -> os.stat_result:
         what = "isn't a regular file" if not stat.S_ISREG(info.st_mode) else f"belongs to user {info.st_uid}"
         raise OSError(errno.EPERM, f"{what}: it isn't used", str(path))
     return info
+
+
+def _check_files(folder: int, path: Path) -> None:
+    """Raise ConfigError for a file in a durable folder that isn't a regular one of this user's."""
+    for name in os.listdir(folder):
+        if not _OURS.fullmatch(name) or name.endswith(TEMPORARY):  # those are never read
+            continue
+        info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        what = ""
+        if stat.S_ISLNK(info.st_mode):
+            what = "is a link, and links are not followed"
+        elif not stat.S_ISREG(info.st_mode):
+            what = "isn't a regular file"
+        elif info.st_uid != os.geteuid():
+            what = f"belongs to user {info.st_uid}, and this is user {os.geteuid()}"
+        if what:
+            raise ConfigError(
+                f"{path / name}: {what}: somebody has put it into a run's folder, which isn't used"
+            )
 
 
 def _try_lock(path: Path) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -351,16 +352,19 @@ class Reduction:
 
     # -- the optimizer's step -----------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """All ranks are here, with their gradients summed: nobody needs the parameters as they were any more."""
+    def begin_step(self, fact: Any = None) -> list[Any]:
+        """All ranks are here, with their gradients summed: nobody needs the parameters as they were any more.
+
+        ``fact`` is what this rank has to tell the others (JSON); returns what each told, by rank.
+        """
         ranks = self.ranks
         if ranks is None:
-            return
+            return [fact]
         self.settle("optimizer.step()")
         with self._door.hold(), self._door:
             # What is on its way for this rank ends first: its slices are with the others as they were.
             self._pager.transfers.land_gathers()
-        ranks.meet(STEP, reason="optimizer.step()")
+        return ranks.meet(STEP, fact, "optimizer.step()")
 
     def updated(self, group: Group) -> None:
         """This rank has updated its slice of a group's parameters."""

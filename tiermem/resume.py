@@ -12,10 +12,12 @@ from torch import nn
 
 from tiermem.config import Config
 from tiermem.disk import Disk
-from tiermem.durable import DurableRun, peek, remove_unborn, search
+from tiermem.durable import DurableRun, peek, remove_unborn, search, share_of
 from tiermem.errors import ConfigError
+from tiermem.joint import Joint, of_other_numbers
 from tiermem.layout import Layout, differences
 from tiermem.page import Page
+from tiermem.ranks import Peers
 from tiermem.table import PageTable
 from tiermem.unit import Unit
 from tiermem.verify import damage_of
@@ -24,10 +26,18 @@ Resume = str | os.PathLike[str] | None
 """``"auto"``, the path of a run folder, or None."""
 
 
-def open_run(net: nn.Module, config: Config, dtype: torch.dtype | None, resume: Resume) -> DurableRun | None:
+def open_run(
+    net: nn.Module,
+    config: Config,
+    dtype: torch.dtype | None,
+    resume: Resume,
+    peers: Peers | None = None,
+    stage: int = 0,
+) -> DurableRun | None:
     """The run to train ``net`` in: a new one, or the one that ``resume`` names or finds; None without durability.
 
-    Raises ConfigError when there is one to resume and it can't be: it is in use, of another model, or damaged.
+    Of several ranks (``peers``), each gets its part of one. Raises ConfigError when there is one to resume and it
+    can't be: it is in use, of another model, or damaged.
     """
     if config.durability.every is None:
         if resume is not None:
@@ -38,21 +48,28 @@ def open_run(net: nn.Module, config: Config, dtype: torch.dtype | None, resume: 
         return None
     parents = [folder.absolute() for folder in config.disk.folders]
     num_kept = config.durability.commits
-    if resume is None:
-        return DurableRun.create(parents, num_kept)
     model = tensors_of(net, dtype)
-    if resume == "auto":
-        run = _find(parents, num_kept, model)
-        return run if run is not None else DurableRun.create(parents, num_kept)
-    path = Path(resume).expanduser().absolute()
-    run = DurableRun.open(path, num_kept)
-    return _checked(run, model)
+    path = None if resume in (None, "auto") else Path(resume).expanduser().absolute()
+    if peers is not None:
+        joint = Joint(peers, parents, num_kept, model, stage)
+        run = joint.find(path) if resume is not None else None
+        return run if run is not None else joint.create()
+    if path is not None:
+        return _checked(DurableRun.open(path, num_kept), model)
+    notes: list[str] = []
+    run = _find(parents, num_kept, model, notes) if resume is not None else None
+    if run is None:
+        run = DurableRun.create(parents, num_kept)
+    run.notes += notes
+    return run
 
 
-def _find(parents: Sequence[Path], num_kept: int, model: Layout) -> DurableRun | None:
+def _find(parents: Sequence[Path], num_kept: int, model: Layout, notes: list[str]) -> DurableRun | None:
     """The newest run of the same model; those that never committed anything are removed on the way."""
     others: list[str] = []
     for found in search(parents):
+        if share_of(found.path.name) is not None:
+            continue
         if found.alive:
             layout = peek(found.path)
             if layout is not None and not differences(model, layout, tensors_only=True):
@@ -68,10 +85,15 @@ def _find(parents: Sequence[Path], num_kept: int, model: Layout) -> DurableRun |
             run.remove()
             continue
         different = differences(model, run.layout, tensors_only=True)
+        if not different and run.unfinished:
+            notes.append(f"{run.path}: its first commit was broken off, so there is nothing to resume in it")
+            run.close()
+            continue
         if not different:
             return _checked(run, model)
         run.close()
         others = others or [f"resume: {found.path} is of another model: {each}" for each in different]
+    others = others or of_other_numbers(parents, model, 1)
     if others:
         raise ConfigError(
             *others, "give this model another of disk.paths, or resume=None to begin afresh beside it"
@@ -109,9 +131,13 @@ def tensors_of(net: nn.Module, dtype: torch.dtype | None) -> Layout:
     }
 
 
-def describe(units: Sequence[Unit], table: PageTable, part_numel: int) -> Layout:
-    """The layout of a model that is cut into ``units``, with parts of ``part_numel`` elements at most."""
+def describe(units: Sequence[Unit], table: PageTable, part_numel: int, stage: int | None = None) -> Layout:
+    """The layout of a model that is cut into ``units``, with parts of ``part_numel`` elements at most.
+
+    ``stage``: of the ranks, where it is one rank's part.
+    """
     return {
+        **({} if stage is None else {"stage": stage}),
         "part_numel": part_numel,
         "units": [unit.name for unit in units],
         "pages": [

@@ -27,6 +27,7 @@ from tiermem.door import Door
 from tiermem.durable import DurableRun
 from tiermem.errors import ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
+from tiermem.ledger import Ledger
 from tiermem.limits import measure_limits, rate_of
 from tiermem.membership import join_ranks, local_ranks, meet_peers
 from tiermem.page import ALIGNMENT, Kind, Page, padded
@@ -58,6 +59,7 @@ PLACEMENT = {
 }
 
 
+GRADIENTS = (Kind.GRADIENT, Kind.GRADIENT_SHARD)
 FIRST = (Kind.PARAMETER, Kind.GRADIENT, Kind.PARAMETER_SHARD, Kind.GRADIENT_SHARD)
 
 
@@ -114,12 +116,7 @@ class Runtime:
             raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
         self.peers, self.partition = meet_peers(net, config, self._group)
-        if self.peers is not None and config.durability.every is not None:
-            raise ConfigError(
-                f"durability.mode: read {config.durability.mode!r} with {self.peers.world} ranks, whose steps would "
-                'have to be committed together; allowed there is "off" (model.save works), or ranks.stage = "none"'
-            )
-        self.run = open_run(net, config, dtype, self._resume)
+        self.run = open_run(net, config, dtype, self._resume, self.peers, self.partition.stage)
         if self.run is not None:
             stack.callback(self.run.close)
             self.notes.extend(self.run.notes)
@@ -285,9 +282,11 @@ class Runtime:
         self.need = cut.host.nbytes
         self.part_numel = cut.part_numel if resumed is None else resumed["part_numel"]
         if self.run is not None:
-            self.layout = describe(self.units, self.table, self.part_numel)
+            stage = self.partition.stage if self.peers is not None else None
+            self.layout = describe(self.units, self.table, self.part_numel, stage)
             for group, page in self._pages():
-                page.durable = page.kind is not Kind.GRADIENT
+                # Parameters in slices are what the ranks have: each commits its own.
+                page.durable = page.kind not in GRADIENTS and page.shard is None
                 if page.durable and group.trainable:
                     page.num_slots = 1 + self.run.num_kept
         self.smallest = {"host": cut.host.nbytes + overhead}
@@ -314,7 +313,8 @@ class Runtime:
         if len(disk.folders) > 1:
             disk.weights = weigh([folder.path for folder in disk.folders], rate_of)
         if self.config.disk.max_written_per_day is not None:
-            disk.quota = Quota(self.config.disk.max_written_per_day.resolve(0))
+            ledgers = [Ledger(folder.parent) for folder in disk.folders]
+            disk.quota = Quota(self.config.disk.max_written_per_day.resolve(0), ledgers)
         disk.whole = sum(page.nbytes * page.num_slots for page in self.table if page.sinks or page.durable)
         if self.queue.engine != "libaio" and io.engine == "auto":
             self.notes.append(self.queue.note)
@@ -329,7 +329,7 @@ class Runtime:
             return
         transfers.damaged = partial(mark_damage, self.run)
         adopt_pages(self.run, self.table, self.layout, disk)
-        transfers.provide(self.table)
+        transfers.provide(page for page in self.table if page.shard is None)
         self.run.describe(self.layout, [page.slots for page in self.table])
 
     def _arena(self, capacity: int, total: int) -> int:

@@ -4,6 +4,9 @@ Note: who reads. Other ranks may ask for any slice at any time, and the thread t
 lock, which may be held while this rank waits for them. It reads a slice where that is, in its frame or on the disk,
 under the shelf's own lock, under which frames of slices are given up or moved. The content doesn't change meanwhile:
 the optimizer's step begins where all ranks are, and ends what was offered before.
+
+What is read from the disk here is compared with its checksum, as at any page-in: before the page counts as gathered,
+and before the last piece of a slice goes to another rank, so that nobody's page is ever whole with damage in it.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import threading
 from collections.abc import Callable, Mapping
 
 import torch
+import xxhash
 
-from tiermem.aio import Queue
+from tiermem.aio import Queue, checksum
 from tiermem.disk import Disk
+from tiermem.errors import TransferError
 from tiermem.page import Frame, Page, State
 from tiermem.ranks import Ranks, Request
 from tiermem.stats import Counters
@@ -24,10 +29,17 @@ from tiermem.tier import Tier
 class Shelf:
     """Slices by the keys of their pages; empty, and ``ranks`` None, where this process is alone.
 
-    Callers hold the pager's lock.
+    ``verify`` gives the error of a page that has this checksum, if that is not its own. Callers hold the pager's lock.
     """
 
-    def __init__(self, host: Tier, disk: Disk | None, queue: Queue | None, counters: Counters) -> None:
+    def __init__(
+        self,
+        host: Tier,
+        disk: Disk | None,
+        queue: Queue | None,
+        counters: Counters,
+        verify: Callable[[Page, int], TransferError | None],
+    ) -> None:
         self.ranks: Ranks | None = None
         self.lock = threading.Lock()
         self._host = host
@@ -35,6 +47,9 @@ class Shelf:
         self._queue = queue
         self._counters = counters
         self._shards: Mapping[int, Page] = {}
+        self._verify = verify
+        # Of the slice that is being read for others: how much of it has been, and the checksum of that.
+        self._read_so_far: tuple[Page, int, xxhash.xxh3_64] | None = None
 
     def open(self, ranks: Ranks, shards: Mapping[int, Page]) -> None:
         """From now on other ranks may ask for ``shards``, by the keys of their pages."""
@@ -65,6 +80,8 @@ class Shelf:
 
             def wait() -> None:
                 queue.wait(ticket)
+                address = self._host.address_of(frame) + first
+                self._check(shard, checksum(address, shard.nbytes) if shard.checksum is not None else None)
 
         return ranks.gather(page.key, page.version, whole, wait)
 
@@ -78,3 +95,20 @@ class Shelf:
         assert self._disk is not None
         assert self._queue is not None
         self._queue.wait(self._disk.read_span(shard, start, piece.numel(), piece.data_ptr()))
+        if shard.checksum is None:
+            return
+        before, self._read_so_far = self._read_so_far, None
+        if start == 0:
+            before = (shard, 0, xxhash.xxh3_64())
+        if before is None or before[:2] != (shard, start):
+            return  # pieces before it were in memory, where they had been compared when they came
+        digest, stop = before[2], start + piece.numel()
+        digest.update(piece.numpy().data)
+        if stop < shard.nbytes:
+            self._read_so_far = (shard, stop, digest)
+        else:
+            self._check(shard, digest.intdigest())
+
+    def _check(self, shard: Page, found: int | None) -> None:
+        if found is not None and (error := self._verify(shard, found)) is not None:
+            raise error

@@ -96,7 +96,7 @@ class Transfers:
         self._copier = copier
         self._flying: dict[int, Page] = {}  # page number -> page on a journey
         self._error: TransferError | RanksError | None = None  # of a writeback
-        self.shelf = Shelf(host, disk, queue, self.counters)
+        self.shelf = Shelf(host, disk, queue, self.counters, self.verify)
         self._links: dict[State, Link] = {
             State.READING: self.counters.disk_to_host,
             State.WRITING: self.counters.host_to_disk,
@@ -167,7 +167,8 @@ class Transfers:
             if page.state is State.READING and transfer.check is not None:
                 error = self.verify(page, transfer.check.value)
         except OSError as failure:
-            error = self._failed(page, failure)
+            # A slice that isn't what was written has said so itself.
+            error = failure if isinstance(failure, TransferError) else self._failed(page, failure)
         except RanksError as failure:
             if request is None or not request.done():
                 raise  # bytes may still come: the page stays on its journey

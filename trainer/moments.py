@@ -170,9 +170,11 @@ class AdamUpdate(Update):
                         pager.abandon(parameter)
                     parameter.version += 1
                     gradient.spent = done
-                    self._send([group.parameter])
         group.stale.clear()
         hooks.reduction.updated(group)
+        with hooks.door:
+            gradient.spent = True  # where this rank's slice is empty, too
+            self._send([parameter])
 
     def _call(
         self, kernel: Kernel, group: Group, part: Part, low: int, high: int, run: Run, hyper: Hyper
@@ -287,7 +289,7 @@ class AdamUpdate(Update):
             group.landed[index] and id(field.parameter) in self.settings
             for unit in self.hooks.units
             for group in unit.groups
-            if group.gradient is not None and not group.gradient.spent
+            if group.gradient is not None and not group.summed.spent
             for index, field in enumerate(group.fields)
         )
 

@@ -60,7 +60,10 @@ class Update:
         with self._broken_off():
             with hooks.door:
                 hooks.release_resident()
-            hooks.reduction.begin_step()
+            commits = hooks.commits
+            said = hooks.reduction.begin_step(commits.told() if commits is not None else None)
+            if commits is not None:
+                commits.agree(said)
             if hooks.pager.transfers.disk is not None:
                 # What autograd freed lies between what is kept, and would be kept too: a tenth of the peak and more.
                 trim_memory()

@@ -12,16 +12,18 @@ import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tiermem.checkpoint import dtypes
-from tiermem.checkpoint.contents import PARAMETERS, Key
+from tiermem.checkpoint.contents import OPTIMIZER, PARAMETERS, Key
+from tiermem.checkpoint.pickles import OptimizerState
 from tiermem.checkpoint.source import Entry
 from tiermem.errors import CheckpointError
 
 METADATA = ".metadata"
+OPTIMIZERS = ("optim.", "optimizer.")
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
@@ -32,6 +34,14 @@ _CLASSES = {
     "torch": ("Size", *(dtypes.name_of(each) for each in vars(torch).values() if isinstance(each, torch.dtype))),
     "collections": ("OrderedDict",),
 }  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """One saved piece of a tensor: where it begins in it, its size, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    info: Any
 
 
 class _Unpickler(pickle.Unpickler):
@@ -47,55 +57,94 @@ class _Unpickler(pickle.Unpickler):
 
 
 class DistributedSource:
-    """The model's tensors of a DCP folder: see ``Source``. Those of an optimizer in it are left alone.
+    """The tensors of a DCP folder: see ``Source``. Those of an optimizer are there where its groups can be told.
 
-    Names lose the "model." that they begin with where a dict of model and optimizer was saved. In memory is one saved
-    piece, as large as a rank's share of a tensor.
+    Names lose the "model." that they begin with where a dict of model and optimizer was saved; the optimizer's is
+    looked for under "optim" and "optimizer". In memory is one saved piece, as large as a rank's share of a tensor.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         metadata = _read_metadata(path / METADATA)
-        try:
-            names = {
-                name: each for name, each in metadata.state_dict_metadata.items() if hasattr(each, "chunks")
-            }
-            head = "model." if any(name.startswith("model.") for name in names) else ""
-            chosen = {
-                name.removeprefix(head): name
-                for name in names
-                if name.startswith(head) and not name.startswith(("optim.", "optimizer."))
-            }
-            self._places: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
-            entries: dict[Key, Entry] = {}
-            infos = {
-                (index.fqn, tuple(index.offset)): info
-                for index, info in metadata.storage_data.items()
-                if index.offset is not None
-            }
-            for name, stored in chosen.items():
-                tensor = names[stored]
-                size = tuple(tensor.size)
-                entries[Key(PARAMETERS, name)] = Entry.of(tensor.properties.dtype, size)
-                self._places[name] = [
-                    (tuple(chunk.offsets), tuple(chunk.sizes), infos[stored, tuple(chunk.offsets)])
-                    for chunk in tensor.chunks
-                ]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path / METADATA}: is not what DCP writes: {error!r}") from error
-        self.entries: Mapping[Key, Entry] = entries
+        self.entries: Mapping[Key, Entry] = {}
         self.tied: Mapping[str, str] = {}
         self.param_groups: list[dict[str, Any]] | None = None
         self.scalars: Mapping[str, Mapping[str, Any]] = {}
         self.attributes: Mapping[str, Any] = {}
-        self._piece: tuple[str, tuple[int, ...], torch.Tensor] | None = None
+        self._pieces: dict[Key, list[Piece]] = {}
+        self._piece: tuple[Key, tuple[int, ...], torch.Tensor] | None = None
+        try:
+            saved = metadata.state_dict_metadata
+            self._infos = {
+                (index.fqn, None if index.offset is None else tuple(index.offset)): info
+                for index, info in metadata.storage_data.items()
+            }
+            tensors = {name: each for name, each in saved.items() if hasattr(each, "chunks")}
+            head = "model." if any(name.startswith("model.") for name in tensors) else ""
+            entries = {}
+            for stored, tensor in tensors.items():
+                if stored.startswith(head) and not stored.startswith(OPTIMIZERS):
+                    key = Key(PARAMETERS, stored.removeprefix(head))
+                    entries[key] = self._add(key, stored, tensor)
+            entries |= self._optimizer(saved, metadata.planner_data or {})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path / METADATA}: is not what DCP writes: {error!r}") from error
+        self.entries = entries
+
+    def _add(self, key: Key, stored: str, tensor: Any) -> Entry:
+        self._pieces[key] = [
+            Piece(tuple(chunk.offsets), tuple(chunk.sizes), self._infos[stored, tuple(chunk.offsets)])
+            for chunk in tensor.chunks
+        ]
+        return Entry.of(tensor.properties.dtype, tuple(tensor.size))
+
+    def _optimizer(self, saved: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[Key, Entry]:
+        """The optimizer's tensors; its groups, and its numbers, are read at once.
+
+        Each leaf is named by its path: "optim.state.<parameter>.exp_avg", "optim.param_groups.0.lr", or, where torch
+        was told to flatten the optimizer's dict, "optim.param_groups.<parameter>.lr".
+        """
+        entries: dict[Key, Entry] = {}
+        groups: dict[str, dict[str, Any]] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        flat = False
+        for stored, each in saved.items():
+            head = next((head for head in OPTIMIZERS if stored.startswith(head)), None)
+            if head is None:
+                continue
+            what, _, rest = stored.removeprefix(head).partition(".")
+            name, _, leaf = rest.rpartition(".")
+            if what == "state" and hasattr(each, "chunks") and len(each.size):
+                key = Key(f"{OPTIMIZER}/{leaf}", name)
+                entries[key] = self._add(key, stored, each)
+            elif what == "state":
+                scalars.setdefault(name, {})[leaf] = self._leaf(stored)
+            elif what == "param_groups":
+                flat = flat or len(paths.get(stored, ())) == 2
+                groups.setdefault(name, {})[leaf] = self._leaf(stored)
+        if groups and flat:
+            self.param_groups = _grouped(groups)
+        elif groups:
+            in_order = [groups[number] for number in sorted(groups, key=int)]
+            self.param_groups = OptimizerState({}, in_order).groups
+        self.scalars = scalars if groups else {}
+        return entries if groups else {}
+
+    def _leaf(self, stored: str) -> Any:
+        """A value that isn't a tensor, or is one number."""
+        info = next(info for (name, _), info in self._infos.items() if name == stored)
+        value = self._read(info, stored)
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def read(self, key: Key, start: int, out: torch.Tensor) -> None:
         """See ``Source.read``."""
         entry = self.entries[key]
         values = out.view(entry.dtype)
         stop, filled = start + values.numel(), 0
-        for offsets, sizes, info in self._places[key.name]:
+        for piece in self._pieces[key]:
+            offsets, sizes, _ = piece
             # Rows of the piece that lie side by side in the whole tensor: all of it, where it is cut by its first axis.
             run, outer = _rows(entry.size, sizes)
             first = _number(entry.size, offsets)
@@ -104,7 +153,7 @@ class DistributedSource:
                 or _number(entry.size, [o + s - 1 for o, s in zip(offsets, sizes, strict=True)]) < start
             ):
                 continue
-            flat = self._load(key.name, offsets, sizes, info, entry.dtype).reshape(-1)
+            flat = self._load(key, piece, entry.dtype).reshape(-1)
             for row, place in enumerate(itertools.product(*map(range, sizes[:outer]))):
                 at = _number(entry.size, [*(o + p for o, p in zip(offsets, place)), *offsets[outer:]])  # noqa: B905
                 low, high = max(start, at), min(stop, at + run)
@@ -116,12 +165,23 @@ class DistributedSource:
                 f"{self.path}: of elements {start} to {stop} of {key.name}, {filled} are in the files: some are missing"
             )
 
-    def _load(
-        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any, dtype: torch.dtype
-    ) -> torch.Tensor:
-        if self._piece is not None and self._piece[:2] == (name, offsets):
+    def _load(self, key: Key, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        if self._piece is not None and self._piece[:2] == (key, piece.offsets):
             return self._piece[2]
         self._piece = None
+        tensor = self._read(piece.info, key.name)
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tuple(tensor.shape) != piece.sizes
+            or tensor.dtype is not dtype
+        ):
+            raise CheckpointError(
+                f"{self.path / str(piece.info.relative_path)}: {key.name} isn't what the metadata says"
+            )
+        self._piece = (key, piece.offsets, tensor.detach())
+        return self._piece[2]
+
+    def _read(self, info: Any, name: str) -> Any:
         file = PurePosixPath(str(info.relative_path))
         if file.is_absolute() or ".." in file.parts:
             raise CheckpointError(
@@ -131,17 +191,24 @@ class DistributedSource:
             with open(self.path / file, "rb") as opened:
                 opened.seek(int(info.offset))
                 data = io.BytesIO(opened.read(int(info.length)))
-            tensor = torch.load(data, map_location="cpu", weights_only=True)
+            return torch.load(data, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, TypeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path / file}: {name} can't be read: {error}") from error
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes or tensor.dtype is not dtype:
-            raise CheckpointError(f"{self.path / file}: {name} isn't what the metadata says")
-        self._piece = (name, offsets, tensor.detach())
-        return self._piece[2]
 
     def close(self) -> None:
         """See ``Source.close``."""
         self._piece = None
+
+
+def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of parameters' own settings: those with the same ones, next to each other, are one group."""
+    groups: list[dict[str, Any]] = []
+    for name, each in settings.items():
+        if groups and {key: value for key, value in groups[-1].items() if key != "parameters"} == each:
+            groups[-1]["parameters"].append(name)
+        else:
+            groups.append({**each, "parameters": [name]})
+    return groups
 
 
 def _read_metadata(path: Path) -> Any:

@@ -57,11 +57,32 @@ def published(path: Path, *, overwrite: bool) -> Iterator[Path]:
         os.close(lock)
 
 
-def _remove_dead(parent: Path) -> None:
-    """Remove what processes that died have left half written in ``parent``.
+def dead(parent: Path) -> list[Path]:
+    """What processes that died have left half written in ``parent``: see :func:`remove_dead`."""
+    with lock_folder(parent):
+        return [path for path, _ in _dead(parent)]
+
+
+def remove_dead(parent: Path) -> list[str]:
+    """Remove what processes that died have left half written in ``parent``; returns the folders' names.
 
     Such a folder carries our prefix, is this user's, is no link, and nobody holds its lock.
     """
+    with lock_folder(parent):
+        return _remove_dead(parent)
+
+
+def _remove_dead(parent: Path) -> list[str]:
+    removed = []
+    for path, _ in _dead(parent):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
+            removed.append(path.name)
+    return removed
+
+
+def _dead(parent: Path) -> Iterator[tuple[Path, int]]:
+    """Each with a descriptor that holds its lock until the next is asked for."""
     for entry in sorted(os.listdir(parent)):
         if not entry.startswith(PARTIAL):
             continue
@@ -73,10 +94,11 @@ def _remove_dead(parent: Path) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
-        except OSError:
-            continue  # alive
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # alive
+            yield path, lock
         finally:
             os.close(lock)
 

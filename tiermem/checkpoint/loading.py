@@ -26,7 +26,7 @@ from tiermem.checkpoint.contents import (
 from tiermem.checkpoint.differences import Match, optimizer_problems
 from tiermem.checkpoint.grid import order_of
 from tiermem.checkpoint.pages import clear_bytes
-from tiermem.checkpoint.source import Source, read_into
+from tiermem.checkpoint.source import Source, named, read_into
 from tiermem.errors import CheckpointError
 from tiermem.page import Kind, Page
 from tiermem.policies import Phase
@@ -69,6 +69,7 @@ class Loading:
         problems = list(self._match.problems(strict=strict, cast=cast))
         if self._optimizer is not None:
             names = parameter_names(self._optimizer, self._contents)
+            self._source = self._match.source = named(self._source, names)
             sizes = {name: target.size for name, target in self._match.targets.items()}
             problems += optimizer_problems(self._source, names, sizes)
             problems += self._count_updates(self._optimizer, names)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from tiermem.checkpoint.contents import PARAMETERS, Key
+from tiermem.checkpoint.contents import OPTIMIZER, PARAMETERS, Key
 from tiermem.checkpoint.grid import order_of
 from tiermem.checkpoint.source import Entry
 from tiermem.errors import CheckpointError
 
+OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim")
 NESTED = ("model", "state_dict", "model_state_dict", "module")
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
@@ -23,29 +24,71 @@ SINGLE = "pytorch_model.bin"
 class TorchSource:
     """The tensors of a file of ``torch.save``, or of a folder of such files with Hugging Face's index.
 
-    The file has a state dict, or a dict with one under "model", "state_dict", "model_state_dict" or "module".
+    The file has a state dict, or a dict with one under "model", "state_dict", "model_state_dict" or "module"; and in
+    such a dict there may be an optimizer's under "optimizer", "optimizer_state_dict" or "optim".
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._tensors: dict[str, torch.Tensor] = {}
-        for file in _files(path):
-            self._tensors.update(tensors_of(load(file), file))
-        self.entries: Mapping[Key, Entry] = {
-            Key(PARAMETERS, name): _entry(name, tensor, path) for name, tensor in self._tensors.items()
-        }
+        self._tensors: dict[Key, torch.Tensor] = {}
         self.tied: Mapping[str, str] = {}
         self.param_groups: list[dict[str, Any]] | None = None
         self.scalars: Mapping[str, Mapping[str, Any]] = {}
         self.attributes: Mapping[str, Any] = {}
+        for file in _files(path):
+            loaded = load(file)
+            self._tensors.update({Key(PARAMETERS, n): each for n, each in tensors_of(loaded, file).items()})
+            saved = next((each for name in OPTIMIZERS if _is_optimizer(each := _under(loaded, name))), None)
+            if saved is not None:
+                state = OptimizerState(saved["state"], saved["param_groups"])
+                self.param_groups, self.scalars = state.groups, state.scalars
+                self._tensors.update(state.tensors)
+        self.entries: Mapping[Key, Entry] = {
+            key: _entry(key.name, tensor, path) for key, tensor in self._tensors.items()
+        }
 
     def read(self, key: Key, start: int, out: torch.Tensor) -> None:
         """See ``Source.read``."""
-        copy_run(self._tensors[key.name], self.entries[key].order, start, out)
+        copy_run(self._tensors[key], self.entries[key].order, start, out)
 
     def close(self) -> None:
         """Let go of the mapped files."""
         self._tensors.clear()
+
+
+class OptimizerState:
+    """An optimizer's ``state_dict()`` as a source has it: ``groups`` and ``scalars`` as in ``Source``, and ``tensors``.
+
+    Parameters have names where it knows them ("param_names", or names in the place of numbers), and numbers otherwise.
+    """
+
+    def __init__(self, state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        self.groups: list[dict[str, Any]] = []
+        self.scalars: dict[str, dict[str, Any]] = {}
+        self.tensors: dict[Key, torch.Tensor] = {}
+        names: dict[str, Any] = {}
+        for group in groups:
+            names.update(
+                zip(map(str, group["params"]), group.get("param_names") or group["params"], strict=True)
+            )
+            settings = {key: each for key, each in group.items() if key not in ("params", "param_names")}
+            self.groups.append({**settings, "parameters": [names[str(each)] for each in group["params"]]})
+        for number, values in state.items():
+            name = str(names.get(str(number), number))
+            self.scalars[name] = {}
+            for what, value in values.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    self.tensors[Key(f"{OPTIMIZER}/{what}", name)] = value
+                elif value is not None:
+                    self.scalars[name][what] = value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _under(loaded: Any, name: str) -> Any:
+    return loaded.get(name) if isinstance(loaded, Mapping) else None
+
+
+def _is_optimizer(each: Any) -> bool:
+    return isinstance(each, Mapping) and "state" in each and "param_groups" in each
 
 
 def load(path: Path, known: Sequence[tuple[type, str]] = ()) -> Any:

@@ -41,7 +41,8 @@ class Source(Protocol):
 
     ``path``: for messages. ``entries``: what there is; formats that don't tell buffers from parameters have all in
     "parameters". ``tied``: other names of tensors. ``param_groups`` and ``scalars``: of the optimizer, see
-    ``OptimizerContents``; None where there is none. ``attributes``: what else the checkpoint says of itself.
+    ``OptimizerContents``; None where there is none. Where its parameters have numbers and no names, these are in both
+    (see :func:`named`). ``attributes``: what else the checkpoint says of itself.
     """
 
     path: Path
@@ -137,3 +138,62 @@ def read_into(
             piece = run[: min(step, out.numel() - first)]
             source.read(key, start + first, piece.view(torch.uint8))
             out[first : first + piece.numel()].copy_(piece)
+
+
+class _Named:
+    """A source whose optimizer's parameters have numbers, by their names."""
+
+    def __init__(self, source: Source, names: Mapping[Any, str]) -> None:
+        self.path = source.path
+        self.tied = source.tied
+        self.attributes = source.attributes
+        self.param_groups: list[dict[str, Any]] | None = [
+            {**group, "parameters": [names[number] for number in group["parameters"]]}
+            for group in source.param_groups or ()
+        ]
+        by_text = {str(number): name for number, name in names.items()}
+        self.scalars: Mapping[str, Mapping[str, Any]] = {
+            by_text[number]: each for number, each in source.scalars.items() if number in by_text
+        }
+        self._keys = {
+            key._replace(name=by_text.get(key.name, key.name))
+            if key.group.startswith(OPTIMIZER)
+            else key: key
+            for key in source.entries
+        }
+        self.entries: Mapping[Key, Entry] = {
+            key: source.entries[theirs] for key, theirs in self._keys.items()
+        }
+        self._source = source
+
+    def read(self, key: Key, start: int, out: torch.Tensor) -> None:
+        """See :meth:`Source.read`."""
+        self._source.read(self._keys[key], start, out)
+
+    def close(self) -> None:
+        """See :meth:`Source.close`."""
+        self._source.close()
+
+
+def named(source: Source, names: list[list[str]]) -> Source:
+    """The source, with ``names`` of the parameters of each group where it only numbers them, as torch's optimizers do.
+
+    Raises CheckpointError when the groups aren't as long, so that it isn't known which number is whose.
+    """
+    groups = [list(group.get("parameters", ())) for group in source.param_groups or ()]
+    if all(isinstance(each, str) for group in groups for each in group):
+        return source
+    if [len(group) for group in groups] != [len(each) for each in names]:
+        raise CheckpointError(
+            f"optimizer: the checkpoint has numbers for its parameters, in groups of {[len(each) for each in groups]}, "
+            f"and the optimizer has groups of {[len(each) for each in names]}: make it with the same groups, in the "
+            "same order"
+        )
+    return _Named(
+        source,
+        {
+            number: name
+            for group, each in zip(groups, names, strict=True)
+            for number, name in zip(group, each, strict=True)
+        },
+    )

@@ -65,6 +65,10 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Layers are computed again in backward.")
     ] = False,
+    durability: Annotated[
+        str, typer.Option(help='[durability] mode: "off", "step", "every:N" or "manual".')
+    ] = "off",
+    commits: Annotated[int, typer.Option(help="[durability] commits: how many stay whole.")] = 1,
     endurance: Annotated[
         str | None, typer.Option(help='What the disks may be written in their life, such as "600TBW".')
     ] = None,
@@ -93,7 +97,7 @@ def plan(
             )
     lifetime = rates.size("--endurance", endurance.strip().removesuffix("W")) if endurance else None
     model = _model(params, layers, width, vocabulary, heads, config, object)
-    training = Training(batch, sequence, precision.value, accumulation, checkpointing)
+    training = Training(batch, sequence, precision.value, accumulation, checkpointing, durability, commits)
     folder = path if path is not None else None
     hardware, assumed = _hardware(
         precision.value, gpu, ram, nvme or [], pcie, tflops, ranks, here, folder, host_budget
@@ -237,6 +241,8 @@ def _assumptions(found: Forecast) -> list[str]:
         "doesn't keep its scores",
         "units run in the order in which the model has them; hooks cost nothing; the disk keeps its rate",
     ]
+    if found.training.every:
+        said.append("what commits write beside the plan is written while nothing else goes on")
     if hardware.device_nbytes is not None:
         said.append("waits for both links are added up, though some may overlap")
     if hardware.ranks > 1:

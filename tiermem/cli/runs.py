@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tiermem.checkpoint import folder as checkpoints
 from tiermem.cli.machine import Finding, Verdict
-from tiermem.durable import DurableRun, remove_unborn
+from tiermem.durable import DurableRun, remove_unborn, share_of
 from tiermem.errors import ConfigError, format_bytes
 from tiermem.folder import Found, find, reclaim
 
@@ -13,6 +14,16 @@ from tiermem.folder import Found, find, reclaim
 def run_folders(folder: Path, removed: list[str]) -> Finding:
     """Which runs have files there, and what becomes of these; ``removed`` are the names of those that are gone now."""
     runs = [_figures(each) for each in find(folder)]
+    runs += [
+        {
+            "name": path.name,
+            "state": "dead",
+            "says": "a checkpoint that was never finished",
+            "step": None,
+            "nbytes": _nbytes(path),
+        }
+        for path in checkpoints.dead(folder)
+    ]
     dead = [run for run in runs if run["state"] == "dead"]
     words = [f"{run['name']}: {run['says']}, {format_bytes(run['nbytes'])}" for run in runs]
     words += [f"{name}: removed" for name in removed]
@@ -20,8 +31,8 @@ def run_folders(folder: Path, removed: list[str]) -> Finding:
     consequence = "each new run takes a folder of its own; durable ones stay until you remove them"
     if dead:
         consequence = (
-            f"{len(dead)} of runs that died hold {format_bytes(nbytes)}: the next run on this path removes them, or "
-            "tiermem doctor --clear"
+            f"{len(dead)} of runs that died hold {format_bytes(nbytes)}: the next run on this path, or save to it, "
+            "removes them, or tiermem doctor --clear"
         )
     return Finding(
         "runs",
@@ -33,13 +44,18 @@ def run_folders(folder: Path, removed: list[str]) -> Finding:
 
 
 def clear_dead(folder: Path) -> list[str]:
-    """Remove what runs that died left, durable ones that never committed included; returns the folders' names."""
-    removed = reclaim(folder)
+    """Remove what runs that died left, durable ones that never committed, and checkpoints that weren't finished.
+
+    Returns the folders' names.
+    """
+    removed = reclaim(folder) + checkpoints.remove_dead(folder)
     for found in find(folder):
         if found.kind == "durable" and not found.alive:
             if remove_unborn(found.path, [folder]):
                 removed.append(found.path.name)
                 continue
+            if share_of(found.path.name) is not None:
+                continue  # whether all ranks have committed nothing, the ranks find out together
             run = _open(found.path)
             if run is None:
                 continue
@@ -81,4 +97,9 @@ def _open(path: Path) -> DurableRun | None:
 
 
 def _nbytes(path: Path) -> int:
-    return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(path))
+    """Bytes of all files below."""
+    return sum(
+        os.stat(os.path.join(parent, name), follow_symlinks=False).st_blocks * 512
+        for parent, _, names in os.walk(path)
+        for name in names
+    )

@@ -192,8 +192,10 @@ class DiskSection(Section):
         Size | None,
         BeforeValidator(_to_amount),
         _key(
-            "The most bytes that a process may write to the disks in 24 hours, since disks wear. When it has, "
-            "training pauses before its next step, and says so. Without it there is no limit.",
+            "The most bytes that may be written to the paths in 24 hours, since disks wear, by this run and any before "
+            "or beside it that has such a limit too. When they have been, training pauses before its next step, and "
+            "says so. What was written is remembered in a file `tiermem-written-UID.json` in each path. Without it "
+            "there is no limit.",
             "a size other than a percentage",
             ["2TB"],
         ),

@@ -14,6 +14,7 @@ from typing import Any
 from tiermem.errors import format_bytes
 from tiermem.limits import disk_limits
 from tiermem.page import Kind
+from tiermem.planner.commits import added
 from tiermem.planner.forecast import PLACES
 from tiermem.policies.timeline import Link, play
 from tiermem.runtime import Runtime
@@ -177,6 +178,17 @@ def explain(runtime: Runtime, laps: Laps, disk: Link | None = None) -> Explanati
         for stay in plan.stays:
             if stay.whole:
                 placement[PLACES[table[stay.page].kind]][f"always on {tier}"] += sizes[stay.page]
+    if runtime.commits is not None and runtime.disk is not None:
+        durability, total = runtime.config.durability, sum(sizes.values())
+        notes.append(
+            f"page files take {format_bytes(runtime.disk.used)} on the disk for {format_bytes(total)} of pages: what "
+            f'steps change has {1 + durability.commits} places with durability.mode = "{durability.mode}"'
+        )
+        fits = total <= runtime.pager.host.slab.nbytes
+        if durability.every and (fits or predicted["host_to_disk"] is not None):
+            plan = next((plan for at, plan in followed.items() if at.name == "host"), None)
+            more = added(runtime.units, None if fits else plan) // durability.every
+            predicted["host_to_disk"] = (predicted["host_to_disk"] or 0) + more
     if not moved:
         notes.append("everything fits the budget: nothing moves")
         predicted |= dict.fromkeys(("disk_to_host", "host_to_disk", "host_to_device", "device_to_host"), 0)

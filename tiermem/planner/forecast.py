@@ -18,6 +18,7 @@ from tiermem import budget
 from tiermem.errors import BudgetError, format_bytes
 from tiermem.page import Kind
 from tiermem.parts import part_numel
+from tiermem.planner.commits import added, space
 from tiermem.planner.model import Model
 from tiermem.planner.process import PROCESS_NBYTES
 from tiermem.planner.shape import Training, activation_nbytes
@@ -130,6 +131,8 @@ class Forecast:
                 "precision": training.precision,
                 "accumulation": training.accumulation,
                 "checkpointing": training.checkpointing,
+                "durability": training.durability,
+                "commits": training.commits,
             },
             "ranks": hardware.ranks,
             "fits": self.fits,
@@ -165,6 +168,8 @@ class Forecast:
                 tables["disk"]["paths"] = list(folders)
         else:
             tables["placement"] = dict.fromkeys(dict.fromkeys(PLACES.values()), "host")
+        if self.training.every is not None:
+            tables["durability"] = {"mode": self.training.durability, "commits": self.training.commits}
         tables["precision"] = {"parameters": {"bf16": "bfloat16", "fp32": "float32"}[self.training.precision]}
         return tables
 
@@ -221,14 +226,25 @@ def forecast(model: Model, hardware: Hardware, training: Training, drafts: Draft
         return refused(str(error), {error.tier: error.smallest} if error.smallest is not None else None)
     table, units, needs, plans = draft
     total = sum(page.nbytes for page in table)
-    on_disk = total if total > host else 0
+    paging = total > host
+    every = training.every
+    on_disk = space(table, units, training.commits if every is not None else 0)
+    if not paging and every is None:
+        on_disk = 0
+    if on_disk > hardware.disk_nbytes and every is not None:
+        return refused(
+            f"training state is {format_bytes(total)}, which takes {format_bytes(on_disk)} on the disk with "
+            f'durability.mode = "{training.durability}" and durability.commits = {training.commits}, and the disk has '
+            f"{format_bytes(hardware.disk_nbytes)}",
+            needs,
+        )
     if on_disk > hardware.disk_nbytes:
         return refused(
             f"training state is {format_bytes(total)}, more than the host's budget of {format_bytes(host)}, and the "
             f"disk has {format_bytes(hardware.disk_nbytes)}",
             needs,
         )
-    if len(plans) < bool(on_disk) + (not unified):
+    if len(plans) < paging + (not unified):
         return refused("in budgets this small no plan for a step works: give more than the smallest", needs)
     _, seconds = lay_out(units, model.decoder, training, rates)
     sizes = {page.number: page.nbytes for page in table}
@@ -252,6 +268,11 @@ def forecast(model: Model, hardware: Hardware, training: Training, drafts: Draft
             if stay.whole:
                 page = table[stay.page]
                 state[PLACES[page.kind]][f"always on {high}"] += page.nbytes
+    if every:
+        nbytes = added(units, plans.get("disk")) // every
+        carried["host to disk"] = carried.get("host to disk", 0) + nbytes
+        waits["commits"] = nbytes / hardware.disk.write
+        busy["disk"] = busy.get("disk", 0.0) + waits["commits"]
     if not unified:
         carried["device to host"] = training.accumulation * sum(
             page.nbytes for page in table if page.kind is Kind.GRADIENT

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tiermem.config import Config
+from tiermem.config.sections import DurabilitySection
 from tiermem.errors import ConfigError
 from tiermem.planner.model import Decoder
 
@@ -28,7 +30,8 @@ class Training:
     """``batch`` sequences of ``sequence`` tokens in each of ``accumulation`` passes of a step.
 
     ``precision``: "bf16" (with float32 master weights) or "fp32". With ``checkpointing`` only what goes into a layer is
-    kept, and the layer is computed again in backward. Raises ConfigError for sizes below 1 and unknown precisions.
+    kept, and the layer is computed again in backward. ``durability`` and ``commits`` are the policy file's
+    ``durability.mode`` and ``durability.commits``. Raises ConfigError for sizes below 1 and what isn't known.
     """
 
     batch: int = 1
@@ -36,6 +39,8 @@ class Training:
     precision: str = "bf16"
     accumulation: int = 1
     checkpointing: bool = False
+    durability: str = "off"
+    commits: int = 1
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "accumulation"):
@@ -43,6 +48,12 @@ class Training:
                 raise ConfigError(f"--{name}: read {getattr(self, name)}; allowed are numbers from 1 up")
         if self.precision not in PRECISIONS:
             raise ConfigError(f'--precision: read "{self.precision}"; allowed is {" or ".join(PRECISIONS)}')
+        Config.load({"durability": {"mode": self.durability, "commits": self.commits}})
+
+    @property
+    def every(self) -> int | None:
+        """How many steps apart commits are; 0 for those that are asked for, None without any."""
+        return DurabilitySection(mode=self.durability).every
 
     @property
     def dtype(self) -> torch.dtype:

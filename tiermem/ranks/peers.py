@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -73,6 +73,24 @@ class Peers:
                 ) from error
             said.append(json.loads(self._store.get(key)))
         return said
+
+    def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Do ``work`` on every rank, which all must ask for; returns what it gave (JSON) on each, by rank.
+
+        If it failed on one, it raises there what it raised, and RanksError with that error's text on all others.
+        """
+        fact, failure = None, None
+        try:
+            fact = work()
+        except Exception as error:
+            failure = error
+        said = self.tell([fact, None if failure is None else str(failure)])
+        if failure is not None:
+            raise failure
+        failed = next((rank for rank, each in enumerate(said) if each[1] is not None), None)
+        if failed is not None:
+            raise RanksError(f"{what}: rank {failed} could not do its part: {said[failed][1]}", failed)
+        return [each[0] for each in said]
 
     def connect(self, slices: Sequence[int], words: Sequence[str], float32: bool) -> Ranks:
         """Open the connections; ``slices`` are the bytes of one slice of each page, by key, ``words`` their names.
