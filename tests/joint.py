@@ -46,15 +46,21 @@ def in_children(world: int, folder: Path, work: Work) -> list[Ended]:
     port = _free_port()
     sys.stdout.flush()
     children = []
+    others = (
+        os.pipe()
+    )  # at its end when all ranks but the first are: that one has the store that they talk over
     for rank in range(world):
         result = folder / f"result-{rank}"
         result.unlink(missing_ok=True)
         read, write = os.pipe()
         if (pid := os.fork()) == 0:
             os.close(read)
-            _child(rank, world, port, result, work, write)
+            os.close(others[rank == 0])
+            _child(rank, world, port, result, work, write, others[rank > 0])
         os.close(write)
         children.append((pid, read, result))
+    for fd in others:
+        os.close(fd)
     ended = []
     for pid, read, result in children:
         with open(read, "rb") as pipe:
@@ -66,7 +72,7 @@ def in_children(world: int, folder: Path, work: Work) -> list[Ended]:
     return ended
 
 
-def _child(rank: int, world: int, port: int, result: Path, work: Work, write: int) -> None:
+def _child(rank: int, world: int, port: int, result: Path, work: Work, write: int, others: int) -> None:
     status = 1
     try:
         signal.alarm(SECONDS)
@@ -82,6 +88,9 @@ def _child(rank: int, world: int, port: int, result: Path, work: Work, write: in
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.settrace(None)
+        if rank == 0:
+            os.read(others, 1)
         os._exit(status)
 
 
