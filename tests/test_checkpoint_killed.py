@@ -88,7 +88,7 @@ def test_a_save_that_is_killed_at_each_of_its_writes(replacing: bool, disk: Path
     old = save(path, 1) if replacing else None
     expected = save(disk / "new", 2)
     seen = set()
-    for at in itertools.count(1):
+    for at in itertools.count(1, 1 if replacing else 4):
 
         def work(told: Callable[[int], None], at: int = at) -> None:
             Killer(at).install()
@@ -112,7 +112,7 @@ def test_a_save_that_is_killed_at_each_of_its_writes(replacing: bool, disk: Path
             assert_same("old", old, found)
         else:
             assert found is None
-        left = [name for name in os.listdir(folder) if name != "ck"]
+        left = [name for name in os.listdir(folder) if name != "ck"] if folder.exists() else []
         assert len(left) <= 1
         assert all(name.startswith(PARTIAL) for name in left)
     assert at > 30
