@@ -84,9 +84,13 @@ def recorded(trace: TraceFile) -> Recorded:
             f"{trace.path} has no schedule: it ended before the second step, or an older tiermem wrote it"
         )
     schedule, first = _schedule(records, uses, trace)
-    sizes = {number: page.nbytes for number, page in trace.pages.items()}
-    kinds = {number: page.kind for number, page in trace.pages.items()}
-    return _measured(records[first:], schedule, trace, sizes, kinds)
+    # Activations move beside the plan: what is waited for them is computing to it.
+    planned = {number: page for number, page in trace.pages.items() if page.kind != "activation"}
+    sizes = {number: page.nbytes for number, page in planned.items()}
+    kinds = {number: page.kind for number, page in planned.items()}
+    records = records[first:]
+    records = records[~np.isin(records["page"], sorted(trace.pages.keys() - planned.keys()))]
+    return _measured(records, schedule, trace, sizes, kinds)
 
 
 def _schedule(records: Records, uses: Any, trace: TraceFile) -> tuple[Schedule, int]:
@@ -121,9 +125,6 @@ def _measured(
     sizes: Mapping[int, int],
     kinds: Mapping[int, str],
 ) -> Recorded:
-    # Activations move beside the plan: what is waited for them is computing to it.
-    beside = [number for number, kind in kinds.items() if kind == "activation"]
-    records = records[~np.isin(records["page"], beside)]
     steps = records[records["event"] == Event.STEP][-MAX_STEPS:]
     requests = records[having(records, (Event.HIT, Event.FAULT))]
     stalls = records[records["event"] == Event.STALL]
