@@ -116,7 +116,7 @@ def test_the_scan_of_a_model_keeps_what_fits_and_streams_the_rest() -> None:
 def test_a_large_page_stays_where_small_ones_could_not_make_up_for_it() -> None:
     # An embedding that the head uses too: used first and last. By Belady's rule it goes first, and comes again.
     steps = reads([0], *[[page] for page in range(1, 13)], [0])
-    sizes = {page: 4 * KIB for page in range(13)} | {0: 24 * KIB}
+    sizes = dict.fromkeys(range(13), 4 * KIB) | {0: 24 * KIB}
     plan = compile_plan(steps, sizes, 36 * KIB)
     carry_out(plan, steps, sizes, 36 * KIB)
     assert any(stay.page == 0 and stay.whole for stay in plan.stays)
