@@ -41,7 +41,7 @@ from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run,
 from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
-from tiermem.trace import AnyTrace, NullTrace, PageInfo, Pooled, Reason, Trace
+from tiermem.trace import POOL, AnyTrace, NullTrace, PageInfo, Pooled, Reason, Trace
 from tiermem.transfer import Transfers
 from tiermem.unit import Group, Unit, build_units, find_units
 
@@ -190,7 +190,7 @@ class Runtime:
         if arena:
             tier = self._host("activations", arena, stack)
             told = self.trace
-            pooled = told if isinstance(told, NullTrace) else Pooled(told, len(self.units), len(self.table))
+            pooled = told if isinstance(told, NullTrace) else Pooled(told, len(self.units))
             moves = Transfers(
                 tier, None, self.disk, self.queue, self.device, pooled, self.pager.counters, checksums
             )
@@ -404,7 +404,7 @@ class Runtime:
             meta |= {"rank": self.partition.rank, "world": self.partition.world}
             file = file.with_name(f"{file.stem}.{self.partition.rank}{file.suffix}")
         kind = Kind.ACTIVATION.name.lower()
-        pool = [PageInfo(len(self.table), len(self.units), kind, "uint8", arena)] if arena else []
+        pool = [PageInfo(POOL, len(self.units), kind, "uint8", arena)] if arena else []
         return Trace.create(
             file,
             units=[unit.name for unit in self.units] + ["(activations)"] * len(pool),

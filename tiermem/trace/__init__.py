@@ -5,11 +5,12 @@ The pager writes it with `Trace`, `tiermem.trace.reader.TraceFile` reads it, als
 
 from tiermem.trace.errors import TraceError
 from tiermem.trace.events import REASON_WORDS, Event, PageInfo, Phase, Reason, Tier
-from tiermem.trace.pooled import Pooled
+from tiermem.trace.pooled import POOL, Pooled
 from tiermem.trace.writer import JSON, AnyTrace, NullTrace, Trace
 
 __all__ = [
     "JSON",
+    "POOL",
     "REASON_WORDS",
     "AnyTrace",
     "Event",

@@ -2,16 +2,18 @@
 
 from tiermem.trace.writer import Trace
 
+POOL = (1 << 31) - 1
+"""The pool's number: behind those of all pages, of which more may come into being during the run."""
+
 
 class Pooled:
-    """Records into ``trace``, with one unit and page in the place of whatever they are about."""
+    """Records into ``trace``, with one unit, and the pool, in the place of whatever they are about."""
 
-    __slots__ = ("_page", "_trace", "_unit")
+    __slots__ = ("_trace", "_unit")
 
-    def __init__(self, trace: Trace, unit: int, page: int) -> None:
+    def __init__(self, trace: Trace, unit: int) -> None:
         self._trace = trace
         self._unit = unit
-        self._page = page
 
     def record(
         self,
@@ -27,6 +29,4 @@ class Pooled:
         phase: int = 3,
     ) -> None:
         """As `Trace.record`, but for ``unit`` and ``page``."""
-        self._trace.record(
-            event, start, duration, self._unit, self._page, nbytes, source, target, reason, phase
-        )
+        self._trace.record(event, start, duration, self._unit, POOL, nbytes, source, target, reason, phase)
