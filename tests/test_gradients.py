@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.conftest import Wrap
 from tests.models import BY_NAME, GPT
 from tests.parity import adamw, assert_same, build, snapshot, train
 from tiermem.gradients import Spent
+from tiermem.trainer import AdamW, paged
 
 GPT_CASE = BY_NAME["gpt"]
 
@@ -224,3 +226,100 @@ def test_a_sparse_gradient_is_refused_by_name(wrap: Wrap) -> None:
     with pytest.raises(tiermem.errors.PagingError, match=r"0\.weight is sparse"):
         model(torch.tensor([1, 2])).sum().backward()
     model._runtime.check()
+
+
+def _chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+
+def _states(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
+    return [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state_dict()["state"].values()
+        for value in state.values()
+    ]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize("host", ["smallest", 0.5, "1GiB"])
+@pytest.mark.parametrize("way", ["kinds", "middle of a unit"])
+def test_two_optimizers_may_share_a_unit(way: str, host: Any, kind: str, wrap: Wrap) -> None:
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(model.named_parameters())
+        parts = [parameters[:5], parameters[5:]]
+        if way == "kinds":
+            parts = [[pair for pair in parameters if end in pair[0]] for end in ("weight", "bias")]
+        lists = [[parameter for _, parameter in part] for part in parts]
+        if kind == "adamw":
+            return [AdamW(each, lr=1e-2) for each in lists]
+        if isinstance(model, tiermem.TieredModule):
+            return [paged(torch.optim.SGD, each, lr=1e-2, momentum=0.9) for each in lists]
+        return [torch.optim.SGD(each, lr=1e-2, momentum=0.9) for each in lists]
+
+    plain, x = _chain(), torch.randn(2, 64)
+    host = 2 * 81920 if (host, kind) == ("smallest", "momentum") else host  # paged() steps whole tensors
+    model = wrap(_chain(), host=host)
+    pairs = [(each, optimizers(each)) for each in (plain, model)]
+    for step in range(4):
+        for each, both in pairs:
+            each(x).square().sum().backward()
+            for optimizer in both if step % 2 else reversed(both):
+                optimizer.step()
+            for optimizer in both:
+                optimizer.zero_grad()
+        for p, q in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+            assert torch.equal(p, q)
+    for p, q in zip(*(_states(both) for _, both in pairs), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_was_frozen_when_it_was_wrapped_stays_so(wrap: Wrap) -> None:
+    net = _chain()
+    net[1].requires_grad_(False)
+    model = wrap(net, host="smallest")
+    for thaw in (lambda: net[1].requires_grad_(True), lambda: setattr(net[1].weight, "requires_grad", True)):
+        with pytest.raises(tiermem.PagingError, match=r"1\.weight was frozen when its model was wrapped"):
+            thaw()
+    net[2].requires_grad_(False)
+    net[2].requires_grad_(True)
+    net[1].requires_grad_(False)
+    assert not net[1].weight.requires_grad
+    model.close()
+    net[1].requires_grad_(True)
+
+
+class Odd(nn.Module):
+    """Parameters of several dtypes, and some without an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+        self.layers = nn.ModuleList(nn.Linear(17, 17).to(kind) for kind in kinds)
+        self.empty = nn.ParameterList([nn.Parameter(torch.empty(0, 5)), nn.Parameter(torch.empty(3, 0))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.float().sum() + sum(each.sum() for each in self.empty)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_the_total_norm_is_torchs_with_empty_parameters_and_mixed_dtypes(
+    norm_type: float, wrap: Wrap
+) -> None:
+    plain, model = Odd(), wrap(Odd())
+    for step in range(12):
+        torch.manual_seed(step)
+        x = torch.randn(4, 17)
+        norms = []
+        for each in (plain, model):
+            each.zero_grad()
+            each(x * (step + 1)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type))
+        norms.append(model.clip_grad_norm_(0.1, norm_type))
+        assert torch.equal(*norms), step
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)

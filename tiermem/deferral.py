@@ -364,6 +364,9 @@ class Deferral:
             self._bind(parameter, fresh)
             self.cool(but=[fresh])
 
+    def check_trainable(self, parameter: torch.Tensor) -> None:
+        """Nothing is decided before it is wrapped."""
+
     def layout(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tensor without memory that has the parameter's size and strides."""
         _, deferred = self._deferred[id(parameter)]

@@ -7,11 +7,12 @@ optimizer, or whoever looks, reads the page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._pytree import tree_leaves
 
 from tiermem.door import Door
@@ -100,6 +101,7 @@ class Gradients:
 
     def _put(self, group: Group, index: int, gradient: torch.Tensor) -> None:
         place = self._place(group, index)
+        group.used[index] = 0
         if group.held[index]:
             place.add_(gradient.to(place.device))
         else:
@@ -163,13 +165,21 @@ class Gradients:
         """See ``TieredModule.clip_grad_norm_``. The operations are torch's, in its order, so the bits are."""
         if self._reduction.ranks is not None:
             return self._clip_all(parameters, max_norm, norm_type, error_if_nonfinite)
-        norms = []
+        found: dict[torch.dtype, list[torch.Tensor]] = {}  # norms by the gradients' dtype
         groups: dict[int, Group] = {}
         for parameter in parameters:
             group, index = self._home.get(id(parameter), (None, 0))
-            if group is None or not group.landed[index]:
+            if group is None:
+                if (
+                    parameter.grad is not None
+                ):  # an empty one, which has no page; it counts in torch's sum of norms
+                    norm = torch.linalg.vector_norm(parameter.grad, norm_type)
+                    found.setdefault(parameter.grad.dtype, []).append(norm)
+                continue
+            if not group.landed[index]:
                 continue
             groups[id(group)] = group
+            norms = found.setdefault(group.dtype, [])
             if norm_type == 2.0 and group.scale is None and group.normed[index] and group.unscale == 1.0:
                 norms.append(group.norms[index])
             elif group.unscale != 1.0:
@@ -179,8 +189,9 @@ class Gradients:
             else:
                 with self.resident(group, index) as place:
                     norms.append(torch.linalg.vector_norm(place, norm_type))
-        if not norms:
+        if not found:
             return torch.tensor(0.0)
+        norms = [norm for dtype in _in_torchs_order(found) for norm in found[dtype]]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         factor = _factor(total, max_norm, norm_type, error_if_nonfinite)
         for group in groups.values():
@@ -262,7 +273,8 @@ class Gradients:
                     continue
                 for index, field in enumerate(group.fields):
                     if only is None or id(field.parameter) in only:
-                        group.landed[index] = group.held[index] = group.normed[index] = 0
+                        group.landed[index] = group.held[index] = 0
+                        group.normed[index] = group.used[index] = 0
                 if not any(group.landed):
                     self._forget(group)
 
@@ -294,6 +306,14 @@ class Gradients:
             else:
                 self._pager.discard(page)
             self._reduction.forget(group)
+
+
+def _in_torchs_order(dtypes: Collection[torch.dtype]) -> Sequence[torch.dtype]:
+    """In which order torch's clipping adds up the norms of gradients of several dtypes: sums depend on it."""
+    if len(dtypes) == 1:
+        return list(dtypes)
+    stand_ins = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+    return [dtype for _, dtype in _group_tensors_by_device_and_dtype([stand_ins])]  # type: ignore[list-item]
 
 
 def _factor(total: torch.Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:

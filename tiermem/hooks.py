@@ -425,6 +425,15 @@ class Hooks:
         self.release_resident()
         self.gradients.zero(only)
 
+    def check_trainable(self, parameter: torch.Tensor) -> None:
+        """Raise PagingError for a parameter that was frozen when the model was wrapped."""
+        group, index = self.home[id(parameter)]
+        if not group.trainable:
+            raise PagingError(
+                f"{group.fields[index].name} was frozen when its model was wrapped, so it has no pages for gradient "
+                "and state: set requires_grad before wrapping, or close() the model and wrap it again"
+            )
+
     def layout(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tensor without memory that has the parameter's size and strides."""
         group, index = self.home[id(parameter)]

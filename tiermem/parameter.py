@@ -40,6 +40,9 @@ class Owner(Protocol):
     def set_data(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
         """Write the parameter's values."""
 
+    def check_trainable(self, parameter: torch.Tensor) -> None:
+        """Raise where the parameter can't be given gradients any more."""
+
     def layout(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tensor without memory that has the parameter's size and strides."""
 
@@ -184,8 +187,15 @@ _DELETE_GRAD = _Tensor.grad.__delete__
 _SET_DATA = _Tensor.data.__set__
 
 
+_FREEZES = {_Tensor.requires_grad.__set__, _Tensor.requires_grad_}
+
+
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in METADATA:
+        if func in _FREEZES and isinstance(args[0], PagedParameter):
+            owner = _owners.get(id(args[0]))
+            if owner is not None and (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+                owner.check_trainable(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     tensors = list(_paged(args))

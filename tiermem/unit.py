@@ -66,8 +66,8 @@ class Group:
 
     The parameter page, the gradient page and the parts' pages give every element the same offset. ``landed`` says of
     which fields a gradient has arrived since the last ``zero_grad``; ``held`` which of them are in the gradient page,
-    and not, reduced over the ranks, in its shard. ``first`` is the first element of this rank's slice. ``states`` are
-    the pages of an optimizer that isn't ours, by what it calls them.
+    and not, reduced over the ranks, in its shard; ``used`` which of them a step has used. ``first`` is the first
+    element of this rank's slice. ``states`` are the pages of an optimizer that isn't ours, by what it calls them.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Group:
         self.states: dict[str, list[Stretch]] = {}
         self.landed = bytearray(len(fields))
         self.held = self.landed
+        self.used = bytearray(len(fields))
         self.first = 0
         self.norms = (
             torch.zeros(len(fields), dtype=parameter.dtype) if gradient else torch.empty(0)
@@ -111,6 +112,18 @@ class Group:
         # One element behind every index: the shape stays, and whoever computes with it by mistake gets NaN.
         fill = float("nan") if parameter.dtype.is_floating_point else 0
         self._absent = torch.full((), fill, dtype=parameter.dtype, device=device)
+
+    def spends(self, fields: Collection[int]) -> bool:
+        """Is no gradient needed any more, once a step has used those of these fields? Others may be another's."""
+        return not any(
+            landed and not used and index not in fields
+            for index, (landed, used) in enumerate(zip(self.landed, self.used, strict=True))
+        )
+
+    def use(self, fields: Collection[int]) -> None:
+        """A step has used the gradients of these fields."""
+        for index in fields:
+            self.used[index] = 1
 
     @property
     def trainable(self) -> bool:

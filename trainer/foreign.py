@@ -95,7 +95,7 @@ class ForeignUpdate(StatefulUpdate):
                 door.checkpoint()
                 shared = [] if begun else [gradient, parameter]
                 access = Access(unit.number, Phase.OPTIMIZER, place)
-                spends = portion is wanted[-1][1]
+                spends = portion is wanted[-1][1] and group.spends(mine)
                 pages = list(portion.pages.values())
                 with door:
                     expected = self._foretell(access, portion, spends) if portion.stepped else True
@@ -137,7 +137,8 @@ class ForeignUpdate(StatefulUpdate):
                     pager.unpin([gradient], dirty=scaled)
                     pager.unpin([parameter], dirty=True)
                     parameter.version += 1
-                    gradient.spent = done
+                    gradient.spent = done and group.spends(mine)
+        group.use(mine)
         group.stale.clear()
         self.hooks.reduction.updated(group)
 

@@ -92,10 +92,11 @@ class AdamUpdate(Update):
                     return
                 raise
             self.early_groups.add(group)
-            with self.hooks.door:
-                gradient = group.summed
-                self.hooks.pager.discard(gradient)
-                gradient.spent = True
+            if group.spends(()):
+                with self.hooks.door:
+                    gradient = group.summed
+                    self.hooks.pager.discard(gradient)
+                    gradient.spent = True
 
     def _update(self, unit: Unit, group: Group, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
         runs = self._runs_of(group)
@@ -111,6 +112,8 @@ class AdamUpdate(Update):
             and not any(part.master.blank for part in group.parts if part.master is not None)
         )
         shared = [gradient] if whole else [gradient, parameter]
+        fields = {index for run in runs for index in run.fields}
+        spends = group.spends(fields)
         pager.announce([parameter, *(page for part in group.parts for page in part.pages)])
         begun = False
         done = False
@@ -132,7 +135,7 @@ class AdamUpdate(Update):
                         access,
                         [page.number for page in (*part.pages, gradient, parameter)],
                         [Effect.WRITES] * len(part.pages)
-                        + [Effect.SPENDS if last else Effect.NONE]
+                        + [Effect.SPENDS if last and spends else Effect.NONE]
                         + [Effect.WRITES | Effect.FRESH if whole and not begun else Effect.WRITES],
                     )
                     overwrite = [parameter] if whole and not begun else []
@@ -169,11 +172,12 @@ class AdamUpdate(Update):
                     else:
                         pager.abandon(parameter)
                     parameter.version += 1
-                    gradient.spent = done
+                    gradient.spent = done and spends
+        group.use(fields)
         group.stale.clear()
         hooks.reduction.updated(group)
         with hooks.door:
-            gradient.spent = True  # where this rank's slice is empty, too
+            gradient.spent = spends  # where this rank's slice is empty, too
             self._send([parameter])
 
     def _call(
@@ -286,7 +290,7 @@ class AdamUpdate(Update):
     def pending(self) -> bool:
         """Are there gradients of these parameters that have landed and weren't used?"""
         return any(
-            group.landed[index] and id(field.parameter) in self.settings
+            group.landed[index] and not group.used[index] and id(field.parameter) in self.settings
             for unit in self.hooks.units
             for group in unit.groups
             if group.gradient is not None and not group.summed.spent
