@@ -155,7 +155,8 @@ class CudaDevice:
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError('device.kind = "cuda": this torch sees no CUDA device; use "cpu" or "auto"')
+            read = "cuda" if index is None else f"cuda:{index}"
+            raise ConfigError(f'device.kind = "{read}": this torch sees no CUDA device; use "cpu" or "auto"')
         count = torch.cuda.device_count()
         index = torch.cuda.current_device() if index is None else index
         if index >= count:
