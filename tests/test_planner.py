@@ -134,7 +134,7 @@ model = tiermem.TieredModule(demo(), {
 optimizer = AdamW(model.parameters(), lr=1e-3)
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM starts anew: building the module on the host isn't the run
-for _ in range(4):
+for _ in range(3):
     model(tokens, tokens).backward()
     model.clip_grad_norm_(1.0)
     optimizer.step()
@@ -150,7 +150,7 @@ exec(_SCRIPT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("budget", "batch"), [(256 << 20, 4), (384 << 20, 16)])
+@pytest.mark.parametrize(("budget", "batch"), [(256 << 20, 2), (384 << 20, 8)])
 def test_peak_memory_is_predicted_within_five_percent(disk: Path, budget: int, batch: int) -> None:
     def child(script: str, *arguments: str) -> int:
         done = subprocess.run(
