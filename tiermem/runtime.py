@@ -41,7 +41,7 @@ from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run,
 from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
-from tiermem.trace import POOL, AnyTrace, NullTrace, PageInfo, Pooled, Reason, Trace
+from tiermem.trace import POOL, AnyTrace, NullTrace, PageInfo, Reason, Trace
 from tiermem.transfer import Transfers
 from tiermem.unit import Group, Unit, build_units, find_units
 
@@ -189,11 +189,10 @@ class Runtime:
         self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door, self.partition)
         if arena:
             tier = self._host("activations", arena, stack)
-            told = self.trace
-            pooled = told if isinstance(told, NullTrace) else Pooled(told, len(self.units))
             moves = Transfers(
-                tier, None, self.disk, self.queue, self.device, pooled, self.pager.counters, checksums
+                tier, None, self.disk, self.queue, self.device, self.trace, self.pager.counters, checksums
             )
+            moves.pool = len(self.units)
             least = config.placement.activation_size.resolve(0)
             self.hooks.views.activations = Activations(tier, moves, self.device, self.door, least, sinking)
             stack.callback(self.hooks.views.activations.close)

@@ -25,7 +25,7 @@ from tiermem.ranks import Request
 from tiermem.shelf import Shelf
 from tiermem.stats import Counters, Link
 from tiermem.tier import Tier
-from tiermem.trace import AnyTrace, Event, NullTrace, Phase, Pooled, Reason
+from tiermem.trace import POOL, AnyTrace, Event, NullTrace, Phase, Reason
 from tiermem.trace import Tier as At
 
 ARROW = {
@@ -77,7 +77,7 @@ class Transfers:
         disk: Disk | None,
         queue: Queue | None,
         copier: Device,
-        trace: AnyTrace | Pooled,
+        trace: AnyTrace,
         counters: Counters | None = None,
         checksums: Checksums | None = None,
     ) -> None:
@@ -89,6 +89,8 @@ class Transfers:
         self._tracing = not isinstance(trace, NullTrace)
         self.phase: int = Phase.NONE  # written into every record
         self.modules: Sequence[str] = ()  # the units' names, for messages
+        # Of pages that come and go: the unit under which the trace has all of them as one.
+        self.pool: int | None = None
         # Told of a page whose bytes have changed and what their checksum is; says in words what can be done about it.
         self.damaged: Callable[[Page, int], str] = lambda page, found: ""
         self._queue = queue
@@ -514,12 +516,17 @@ class Transfers:
         """Write one event of a page; without ``start``, it is now. ``unit``: who asked, if not the page's own."""
         if not self._tracing:
             return
+        if unit is None:
+            unit = page.unit
+        number = page.number
+        if self.pool is not None:
+            unit, number = self.pool, POOL
         self.trace.record(
             event,
             start or now(),
             duration,
-            page.unit if unit is None else unit,
-            page.number,
+            unit,
+            number,
             page.nbytes,
             source,
             target,

@@ -133,18 +133,8 @@ class Adam(PagingOptimizer):
         Moments and masters stay (or become) float32 whatever the parameter's dtype; state saved without a
         master gets one from the parameter at the next step.
         """
-        # torch casts a parameter's state to the parameter's dtype, but only tensors: ours travel wrapped. The
-        # hook is added last, so it wraps what the user's hooks made of the state dict.
-        hook = self.register_load_state_dict_pre_hook(_wrap_float32_state)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
-        for group in self.param_groups:
-            for p in group["params"]:
-                update = self._update_of(p)
-                if update is not None:
-                    update.write(p, self.state.pop(p, {}))
+        # torch casts a parameter's state to the parameter's dtype, but only tensors: ours travel wrapped.
+        self._load(state_dict, _wrap_float32_state)
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -6,7 +6,7 @@ at once, or at the next step, where the model is wrapped after the optimizer was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +75,22 @@ class PagingOptimizer(Optimizer):
         """As torch's; parameters of a :class:`tiermem.TieredModule` get their state as pages of it."""
         super().add_param_group(param_group)
         self._take_paged(len(self.param_groups) - 1)
+
+    def _load(self, state_dict: dict[str, Any], wrap: Callable[[Optimizer, dict[str, Any]], Any]) -> None:
+        """As torch's ``load_state_dict``, with tensors that ``wrap`` hides from its casts; paged state into its pages.
+
+        The hook is added last, so it wraps what the user's hooks made of the state dict.
+        """
+        hook = self.register_load_state_dict_pre_hook(wrap)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = self._update_of(p)
+                if update is not None:
+                    update.write(p, self.state.pop(p, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with full tensors; those of paged parameters are copies, page by page.

@@ -86,16 +86,7 @@ class Paged(PagingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict`, or that of the class itself, returned; tensors are cast as torch casts them."""
         # Tensors travel wrapped, since torch would take them to the parameter's device; ours are on the host.
-        hook = self.register_load_state_dict_pre_hook(_wrap)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
-        for group in self.param_groups:
-            for p in group["params"]:
-                update = self._update_of(p)
-                if update is not None:
-                    update.write(p, self.state.pop(p, {}))
+        self._load(state_dict, _wrap)
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -4,8 +4,7 @@ The pager writes it with `Trace`, `tiermem.trace.reader.TraceFile` reads it, als
 """
 
 from tiermem.trace.errors import TraceError
-from tiermem.trace.events import REASON_WORDS, Event, PageInfo, Phase, Reason, Tier
-from tiermem.trace.pooled import POOL, Pooled
+from tiermem.trace.events import POOL, REASON_WORDS, Event, PageInfo, Phase, Reason, Tier
 from tiermem.trace.writer import JSON, AnyTrace, NullTrace, Trace
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "NullTrace",
     "PageInfo",
     "Phase",
-    "Pooled",
     "Reason",
     "Tier",
     "Trace",

@@ -170,6 +170,10 @@ REASON_WORDS: Mapping[Reason, str] = MappingProxyType(
 """Each reason in words for people."""
 
 
+POOL = (1 << 31) - 1
+"""The number of the page that stands for those that come and go in a pool (activations): behind all other numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageInfo:
     """What a reader of a trace is told about a page.
