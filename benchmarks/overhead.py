@@ -10,8 +10,8 @@ The last rows are about plans, of a chain of 1,000 units under half of its state
 of one sequence has. ``--width`` is a unit's: 512 makes pages of 1 MiB. A model that is really cut into so many units
 has larger ones, and longer steps; what an access costs, which is printed too, is the same there. *Choosing* is what
 following the plan takes: which moves are due, whether their places are free, who is in the way. *Moving* is what the
-same calls take besides: to cut and release frames, and to submit transfers. Both are seconds of this thread's time on
-the processor, so that other work on the machine doesn't count.
+same calls take besides: to cut, fill and release frames, and to submit transfers. Both are seconds of this thread's
+time on the processor, so that other work on the machine doesn't count.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 
 import tiermem
 from tiermem.replay import Replay
+from tiermem.room import Room
 from tiermem.trainer import AdamW
 from tiermem.trainer.gpt import GPT, GPTShape
 from tiermem.transfer import Transfers
@@ -96,16 +97,22 @@ def measure(shape: GPTShape, batch: int, rounds: int) -> dict[str, float]:
 
 
 class Account:
-    """Seconds of this thread in calls of some methods, each counted in the innermost of them."""
+    """Seconds of this thread in calls of some methods, each counted in the innermost of them.
+
+    What the counting itself takes is measured and left out.
+    """
 
     def __init__(self, methods: dict[str, list[tuple[Any, str]]]) -> None:
         self.seconds = dict.fromkeys(methods, 0.0)
+        self._calls = dict.fromkeys(methods, 0)  # for whom the counting of a call was counted
+        self._each = 0.0
         self._stack: list[str] = []
         self._since = 0.0
         self._saved: list[tuple[Any, str, Any]] = []
         self._methods = methods
 
     def __enter__(self) -> Account:
+        self._each = self._calibrate()
         for name, methods in self._methods.items():
             for owner, method in methods:
                 self._saved.append((owner, method, getattr(owner, method)))
@@ -119,6 +126,22 @@ class Account:
     def clear(self) -> None:
         """Begin at nothing."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self._calls = dict.fromkeys(self.seconds, 0)
+
+    def taken(self, name: str) -> float:
+        """Seconds in the methods of this name since :meth:`clear`."""
+        return self.seconds[name] - self._calls[name] * self._each
+
+    def _calibrate(self, calls: int = 20_000) -> float:
+        """Seconds that are counted for a call which does nothing, by the caller and in it."""
+        nothing = self._counted(CHOOSING, lambda: None)
+        self._turn(CHOOSING)
+        for _ in range(calls):
+            nothing()
+        self._turn(None)
+        each = self.seconds[CHOOSING] / calls
+        self.clear()
+        return each
 
     def _counted(self, name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +158,7 @@ class Account:
         if self._stack:
             self.seconds[self._stack[-1]] += time_now - self._since
         if name is None:
-            self._stack.pop()
+            self._calls[self._stack.pop()] += 1
         else:
             # Of what moves, only what the plan's own calls do is meant.
             self._stack.append(name if name == CHOOSING or self._stack else OTHER)
@@ -145,7 +168,10 @@ class Account:
 CHOOSING, MOVING, OTHER = "choosing", "moving", "other"
 METHODS: dict[str, list[tuple[Any, str]]] = {
     CHOOSING: [(Replay, name) for name in ("pump", "follow", "ended", "lost", "place", "missed")],
-    MOVING: [(Transfers, name) for name in ("read", "write", "drop", "reserve", "settle")],
+    MOVING: [
+        *((Transfers, name) for name in ("read", "write", "drop", "reserve", "settle")),
+        (Room, "take_blank"),
+    ],
     OTHER: [],
 }
 
@@ -171,7 +197,7 @@ def planner(units: int, rounds: int, width: int) -> dict[str, float]:
                 if number >= WARM:
                     found["step"].append(time.perf_counter() - start)
                     for name in (CHOOSING, MOVING):
-                        found[name].append(account.seconds[name])
+                        found[name].append(account.taken(name))
             plans = model._runtime.pager.plans
             assert plans is not None
             compiling = plans.compile_ns / 1e9 / max(1, plans.compiled)

@@ -24,6 +24,8 @@ class Farthest(LRU):
         self._cursor = cursor
 
     def order(self) -> Iterator[int]:
+        if self._cursor is None:
+            return super().order()
         return iter(sorted(super().order(), key=self.next_use, reverse=True))  # stable, also in reverse
 
     def next_use(self, page: int) -> int:

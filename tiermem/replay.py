@@ -22,6 +22,8 @@ from tiermem.tier import Tier
 from tiermem.trace import Event, Reason
 from tiermem.transfer import ARROW
 
+MAX_TRIES = 16
+"""Fetches that are tried again at a time, those that are needed first. There are more when a plan begins."""
 SOON = 4
 """Accesses within which what is needed isn't evicted, though it lies where something else should."""
 
@@ -29,22 +31,24 @@ SOON = 4
 class Waiting:
     """A fetch that could not begin yet: which access needs it, and whether it makes up for something that was lost."""
 
-    __slots__ = ("fetch", "frame", "late", "need")
+    __slots__ = ("fetch", "frame", "late", "need", "until")
 
     def __init__(self, need: int, fetch: Fetch, late: bool) -> None:
         self.need = need
         self.fetch = fetch
         self.late = late
         self.frame: Frame | None = None  # what is in its way
+        self.until = -1  # the access up to which that belongs there
 
-    @property
-    def blocked(self) -> bool:
+    def blocked(self, position: int) -> bool:
         """Is that still there, and can't leave yet? Then it need not be tried again."""
         frame = self.frame
         if frame is None:
             return False
         page = frame.page
-        return (page.host is frame or page.device is frame) and (page.transfer is not None or page.pins > 0)
+        return (page.host is frame or page.device is frame) and (
+            page.transfer is not None or page.pins > 0 or self.until == position
+        )
 
 
 class Replay:
@@ -154,7 +158,10 @@ class Replay:
         plan = self.plan
         if plan is None:
             return
-        position, length = self._position(), self._length
+        length = self._length
+        position = self._position()
+        if position == self._done and not self._waiting:
+            return
         begun = range(max(self._done, position - length), position)
         self._done = max(self._done, position) if position > self._done - length else position
         for access in begun:
@@ -171,24 +178,39 @@ class Replay:
     def _start(self, fetch: Fetch, need: int) -> None:
         if not self._begin(fetch, False):
             entry = Waiting(need, fetch, False)
-            entry.frame = self._obstacle
+            self._note(entry, self._position())
             insort(self._waiting, entry, key=_need)
 
     def _try_again(self, position: int) -> None:
         entries, self._waiting = self._waiting, []
-        left = []
-        for entry in entries:
+        left: list[Waiting] = []
+        tries = 0
+        for index, entry in enumerate(entries):
             if entry.need < position - 1:
                 continue  # whoever needed it has it
-            if not entry.blocked:
+            if not entry.blocked(position):
+                if tries == MAX_TRIES:
+                    left += entries[index:]
+                    break
+                tries += 1
                 soon = entry.late and entry.need <= position + SOON
                 if self._begin(entry.fetch, soon):
                     continue
-                entry.frame = None if entry.late else self._obstacle
+                if not entry.late:
+                    self._note(entry, position)
             left.append(entry)
         if self._waiting:  # what was evicted meanwhile
             left = sorted(left + self._waiting, key=_need)
         self._waiting = left
+
+    def _note(self, entry: Waiting, position: int) -> None:
+        """Keep what was found in the way of a fetch."""
+        entry.frame = frame = self._obstacle
+        if frame is not None:
+            page = frame.page
+            # Neither on a journey nor in use: it is the plan that has it there, and until the next access.
+            stays = page.transfer is None and not page.pins and page.number not in self._room.held
+            entry.until = position if stays else -1
 
     @property
     def waiting(self) -> bool:
@@ -253,9 +275,8 @@ class Replay:
         return True
 
     def _frame(self, page: Page, fetch: Fetch) -> Frame | None:
-        frame = self._moves.reserve(self.tier, page, Reason.PLAN, fetch.offset)
-        if frame is not None or fetch.offset is None or not self._clear(page, fetch.offset):
-            return frame
+        if fetch.offset is not None and not self._clear(page, fetch.offset):
+            return None
         return self._moves.reserve(self.tier, page, Reason.PLAN, fetch.offset)
 
     def _elsewhere(self, page: Page) -> Frame | None:
@@ -279,10 +300,17 @@ class Replay:
 
     def _clear(self, page: Page, offset: int) -> bool:
         """Free a page's place of strays; False when that can't be done now."""
-        free = True
-        for frame in self.tier.slab.between(offset, offset + page.nbytes):
-            place = self.place(frame.page)
-            if not self._room.give_way(self.tier, frame, place, self.missed(frame.page, place, page)):
+        frames = self.tier.slab.between(offset, offset + page.nbytes)
+        if not frames:
+            return True
+        plan, free = self.plan, True
+        assert plan is not None
+        here = (self._position() - 1) % plan.length
+        for frame in frames:
+            other = frame.page
+            place = plan.place(other.number, here)
+            wanted = place is not None and self.missed(other, place, page)
+            if not self._room.give_way(self.tier, frame, place, wanted):
                 free, self._obstacle = False, frame
         return free
 

@@ -64,6 +64,9 @@ class Slab:
 
     def between(self, start: int, end: int) -> list[Frame]:
         """The frames that hold any of the bytes from ``start`` to ``end``."""
+        frame = self._frames.get(start)
+        if frame is not None and start + frame.nbytes >= end:
+            return [frame]
         first, last = bisect_right(self._offsets, start) - 1, bisect_left(self._offsets, end)
         frames = [self._frames[offset] for offset in self._offsets[max(0, first) : last]]
         if frames and frames[0].offset + frames[0].nbytes <= start:
@@ -105,13 +108,14 @@ class Slab:
         ``victims`` come best first, and the answer uses as short a prefix of them as possible; of that prefix
         only what lies inside the new hole is named.
         """
-        holes = list(self._holes)
-        for count, victim in enumerate(chosen := list(victims)):
+        holes, chosen = list(self._holes), []
+        for victim in victims:
+            chosen.append(victim)
             offset, size = _join(holes, victim.offset, victim.nbytes)
             if size >= nbytes:
                 end = offset + size
                 inside = sorted(
-                    (frame for frame in chosen[: count + 1] if offset <= frame.offset < end),
+                    (frame for frame in chosen if offset <= frame.offset < end),
                     key=lambda frame: frame.offset,
                 )
                 return _cheapest(offset, end, inside, nbytes)

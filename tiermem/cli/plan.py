@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tiermem.cli import rates
-from tiermem.cli.output import JsonOption, format_rate, format_seconds, print_json, printable
+from tiermem.cli.hardware import machine_of
+from tiermem.cli.output import JsonOption, format_seconds, print_json, printable
 
 if TYPE_CHECKING:
-    from tiermem.planner import Change, Forecast, Hardware, Model
+    from tiermem.planner import Change, Forecast, Model
     from tiermem.planner.forecast import Drafts
 
 DAY = 86_400
@@ -99,8 +100,8 @@ def plan(
     model = _model(params, layers, width, vocabulary, heads, config, object)
     training = Training(batch, sequence, precision.value, accumulation, checkpointing, durability, commits)
     folder = path if path is not None else None
-    hardware, assumed = _hardware(
-        precision.value, gpu, ram, nvme or [], pcie, tflops, ranks, here, folder, host_budget
+    hardware, assumed = machine_of(
+        model, training, gpu, ram, nvme or [], pcie, tflops, ranks, here, folder, host_budget
     )
     drafts: Drafts = {}
     found = forecast(model, hardware, training, drafts)
@@ -146,97 +147,16 @@ def _model(
     )
 
 
-def _hardware(
-    precision: str,
-    gpu: str | None,
-    ram: str | None,
-    nvme: list[str],
-    pcie: str | None,
-    tflops: float | None,
-    ranks: int,
-    here: bool,
-    folder: Path | None,
-    host_budget: str | None,
-) -> tuple[Hardware, list[str]]:
-    """The machine, and what is assumed of it in words."""
-    from tiermem.aio.memory import look
-    from tiermem.cli.doctor import _checked, _default_folder
-    from tiermem.errors import ConfigError, format_bytes
-    from tiermem.planner import Hardware, process_nbytes
-    from tiermem.policies.timeline import Link
-
-    if ram is None and not here:
-        raise ConfigError("the machine's memory isn't known: give --ram, or --here for this machine")
-    if tflops is not None and not tflops > 0:
-        raise ConfigError(f"--tflops: read {tflops}; allowed are numbers above 0")
-    assumed: list[str] = []
-    values: dict[str, Any] = {"ranks": ranks}
-    values["ram_nbytes"] = rates.size("--ram", ram) if ram is not None else look().free
-    if ram is None:
-        assumed.append(f"RAM: {format_bytes(values['ram_nbytes'])}, what is free here now")
-    if nvme:
-        nbytes, read, write = rates.disks(nvme)
-    elif here:
-        nbytes, read, write = rates.disk_here(_checked(folder if folder is not None else _default_folder()))
-        assumed.append(
-            f"disk: {format_bytes(nbytes)} free, reads {format_rate(read)}, writes {format_rate(write)}, measured now"
-        )
-    else:
-        nbytes, read, write = 0, 1.0, 1.0
-    values |= {"disk_nbytes": nbytes, "disk": Link(read, write, 5e-5)}
-    if host_budget is not None:
-        values["host_budget"] = rates.size("--host-budget", host_budget)
-    cuda = False
-    name = ""
-    if gpu is not None:
-        values["device_nbytes"], name = rates.gpu(gpu)
-    elif here:
-        import torch
-
-        cuda = torch.cuda.is_available()
-        if cuda:
-            values["device_nbytes"] = torch.cuda.mem_get_info()[0]
-            assumed.append(
-                f"device: {torch.cuda.get_device_name()}, {format_bytes(values['device_nbytes'])} free now"
-            )
-    if "device_nbytes" in values:
-        values["pcie"] = rates.rate("--pcie", pcie) if pcie else rates.copy_rate() if cuda else 25e9
-        if pcie is None:
-            how = "measured now" if cuda else "assumed: PCIe 4.0 with 16 lanes in practice"
-            assumed.append(f"link to the device: {format_rate(values['pcie'])} each way, {how}")
-    elif here:
-        values["process_nbytes"] = process_nbytes()
-        assumed.append(f"a process without pages: {format_bytes(values['process_nbytes'])}, measured now")
-    if tflops is not None:
-        values["flops"] = tflops * 1e12
-    elif name:
-        peak = rates.DEVICES[name]
-        values["flops"] = getattr(peak, precision) * 1e12
-        assumed.append(
-            f"arithmetic: {getattr(peak, precision):g} TFLOP/s in {precision}, an {name}'s ({peak.source}); "
-            "--tflops says otherwise"
-        )
-    elif here:
-        values["flops"] = rates.matmul_flops(precision, cuda)
-        assumed.append(
-            f"arithmetic: {values['flops'] / 1e12:.3g} TFLOP/s in {precision}, a matrix product's, measured now"
-        )
-    else:
-        values["flops"] = rates.CPU_TFLOPS * 1e12
-        assumed.append(f"arithmetic: {rates.CPU_TFLOPS:g} TFLOP/s of the cpu; --tflops says otherwise")
-    values["update"] = rates.update_rate() if here else rates.UPDATE
-    assumed.append(
-        f"optimizer: {format_rate(values['update'])} of RAM, {'measured now' if here else 'assumed'}"
-    )
-    return Hardware(**values), assumed
-
-
 def _assumptions(found: Forecast) -> list[str]:
     from tiermem.planner.forecast import SYSTEM_SHARE
 
     hardware = found.hardware
-    said = [
-        f"training reaches {100 * hardware.utilisation:.0f} % of the peak of arithmetic",
+    said = (
+        []
+        if hardware.utilisation == 1
+        else [f"training reaches {100 * hardware.utilisation:.0f} % of that peak"]
+    )
+    said += [
         f"{100 * SYSTEM_SHARE:.0f} % of each memory is left to the system and to what allocators lose; attention "
         "doesn't keep its scores",
         "units run in the order in which the model has them; hooks cost nothing; the disk keeps its rate",
@@ -326,7 +246,8 @@ def _rows(found: Forecast, lifetime: int | None) -> list[tuple[str, str]]:
         ("step", f"{format_seconds(found.step)}, {found.tokens_per_second:,.1f} tokens/s"),
         (
             "of it",
-            f"compute {format_seconds(found.compute)}, optimizer {format_seconds(found.update)}"
+            f"compute {format_seconds(found.compute)}, optimizer {format_seconds(found.update)}, handling transfers "
+            f"{format_seconds(found.effort)}"
             + "".join(f", waiting for {name} {format_seconds(each)}" for name, each in found.waits.items()),
         ),
     ]

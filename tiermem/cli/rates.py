@@ -6,11 +6,17 @@ Rates of devices are the peaks of their makers' data sheets, dense, with the acc
 from __future__ import annotations
 
 import re
+import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiermem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tiermem.planner.model import Decoder
+    from tiermem.planner.shape import Training
 
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?)\s*([KMBT]?)", re.IGNORECASE)
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -39,6 +45,11 @@ BY_SIZE = ((24, "RTX 3090"), (48, "L40S"), (80, "A100"), (1 << 30, "H200"))
 
 CPU_TFLOPS = 1.0
 """Of a server's cpu in float32, where nobody says: 16 cores with AVX2 at 2 GHz."""
+MAX_WIDTH, MAX_TOKENS = 2048, 4096
+"""Of the layer that is measured: in float32 its matrices, their gradients and all that it keeps take 1.2 GiB."""
+EFFORT = 8e-5
+"""Seconds that beginning and ending a transfer takes of whoever computes, found in traces of runs on Zen 3 (62 to 92
+us)."""
 UPDATE = 40e9
 """Bytes per second of the optimizer's update in RAM, where nobody says: two channels of DDR5."""
 
@@ -103,21 +114,37 @@ def gpu(text: str) -> tuple[int, str]:
     return nbytes, next(name for gib, name in BY_SIZE if nbytes <= gib << 30)
 
 
-def matmul_flops(precision: str, cuda: bool, seconds: float = 0.5) -> float:
-    """FLOP per second of square matrix products on the device that runs them, the best of several."""
+def layer_flops(shape: Decoder, training: Training, cuda: bool, seconds: float = 1.5) -> float:
+    """FLOP per second of one layer's forward and backward, counted as the planner counts them; the median of several.
+
+    The layer has the model's width and heads and takes a batch's tokens, both within limits, so that the measurement
+    fits memory: beyond them the rate hardly changes.
+    """
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-    n = 8192 if cuda else 1024
-    a = torch.randn(n, n, device="cuda" if cuda else "cpu").to(dtype)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end or best == float("inf"):
+    from tiermem.planner.shape import attention_flop, forward_flop
+    from tiermem.trainer.gpt import Block
+
+    head = max(1, shape.width // shape.heads)
+    heads = max(1, min(shape.width, MAX_WIDTH) // head)
+    width = heads * head
+    sequence = min(training.sequence, MAX_TOKENS)
+    batch = max(1, min(training.batch, MAX_TOKENS // sequence))
+    taken = replace(training, batch=batch, sequence=sequence)
+    layer = Block(width, heads).to("cuda" if cuda else "cpu", training.dtype)
+    x = torch.randn(batch, sequence, width).to("cuda" if cuda else "cpu", training.dtype).requires_grad_()
+    took: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(took) < 4:
         start = time.perf_counter()
-        a @ a
+        layer(x).sum().backward()
         if cuda:
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * n**3 / best
+        took.append(time.perf_counter() - start)
+        layer.zero_grad()
+        x.grad = None
+    flop = forward_flop(12 * width * width, taken) + attention_flop(replace(shape, query_width=width), taken)
+    return 3 * flop / statistics.median(took[1:])  # the first allocates
 
 
 def copy_rate(nbytes: int = 256 << 20) -> float:
@@ -136,33 +163,39 @@ def copy_rate(nbytes: int = 256 << 20) -> float:
     return nbytes / best
 
 
-def update_rate(elements: int = 1 << 23) -> float:
-    """Bytes per second of the optimizer's update on this machine, the best of three, at 28 bytes an element."""
+def update_rate(part: int, elements: int = 1 << 23) -> float:
+    """Bytes per second of the optimizer's update on this machine, in parts of ``part`` elements, as a run has them.
+
+    At 28 bytes an element; the median of five.
+    """
     import torch
 
     from tiermem.trainer.kernel import Hyper, Kernel
 
+    elements = max(elements, part)
     arrays = [torch.zeros(elements) for _ in range(4)]
     hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
-    best = float("inf")
+    took = []
     with Kernel() as kernel:
-        for step in range(1, 4):
+        for step in range(1, 7):
             start = time.perf_counter()
-            kernel.update(
-                parameter=arrays[0].data_ptr(),
-                parameter_dtype=torch.float32,
-                gradient=arrays[1].data_ptr(),
-                gradient_dtype=torch.float32,
-                master=0,
-                exp_avg=arrays[2].data_ptr(),
-                exp_avg_sq=arrays[3].data_ptr(),
-                count=elements,
-                hyper=hyper,
-                step=step,
-                grad_scale=1.0,
-            )
-            best = min(best, time.perf_counter() - start)
-    return 28.0 * elements / best
+            for first in range(0, elements, part):
+                parameter, gradient, exp_avg, exp_avg_sq = (each[first:].data_ptr() for each in arrays)
+                kernel.update(
+                    parameter=parameter,
+                    parameter_dtype=torch.float32,
+                    gradient=gradient,
+                    gradient_dtype=torch.float32,
+                    master=0,
+                    exp_avg=exp_avg,
+                    exp_avg_sq=exp_avg_sq,
+                    count=min(part, elements - first),
+                    hyper=hyper,
+                    step=step,
+                    grad_scale=1.0,
+                )
+            took.append(time.perf_counter() - start)
+    return 28.0 * elements / statistics.median(took[1:])  # in the first, memory is had
 
 
 def disk_here(folder: Path) -> tuple[int, float, float]:

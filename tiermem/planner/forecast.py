@@ -22,7 +22,7 @@ from tiermem.planner.commits import added, space
 from tiermem.planner.model import Model
 from tiermem.planner.process import PROCESS_NBYTES
 from tiermem.planner.shape import Training, activation_nbytes
-from tiermem.planner.steps import UPDATE_NBYTES, Rates, lay_out
+from tiermem.planner.steps import UPDATE_EFFORT, UPDATE_NBYTES, Rates, lay_out
 from tiermem.plans import Area, Plans
 from tiermem.policies import Ahead, Plan, Schedule, eviction
 from tiermem.policies.compiler import LINK
@@ -100,6 +100,7 @@ class Forecast:
     step: float = 0.0
     compute: float = 0.0
     update: float = 0.0
+    effort: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     carried: dict[str, int] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
@@ -148,6 +149,7 @@ class Forecast:
             "tokens_per_second": self.tokens_per_second,
             "compute_seconds": self.compute,
             "optimizer_seconds": self.update,
+            "transfers_seconds": self.effort,
             "wait_seconds": self.waits,
             "carried_nbytes": self.carried,
             "busy_seconds": self.busy,
@@ -219,7 +221,9 @@ def forecast(model: Model, hardware: Hardware, training: Training, drafts: Draft
                 f"the {tier} has {format_bytes(room or 0)}, and activations and the framework leave nothing of it for "
                 f"pages (activations take {format_bytes(activations)}): a smaller batch or checkpointing takes less"
             )
-    rates = Rates(hardware.flops * hardware.utilisation, hardware.update, 0.0 if unified else hardware.pcie)
+    # A gradient is read and written where it is copied in RAM.
+    landing = hardware.update / 2 if unified else hardware.pcie
+    rates = Rates(hardware.flops * hardware.utilisation, hardware.update, landing)
     try:
         draft = _draft(model, training, rates, host, device, bool(hardware.disk_nbytes), drafts)
     except BudgetError as error:
@@ -248,15 +252,16 @@ def forecast(model: Model, hardware: Hardware, training: Training, drafts: Draft
         return refused("in budgets this small no plan for a step works: give more than the smallest", needs)
     _, seconds = lay_out(units, model.decoder, training, rates)
     sizes = {page.number: page.nbytes for page in table}
-    links = {"disk": hardware.disk, "pcie": Link(hardware.pcie, hardware.pcie, 1e-5)}
+    links = {"disk": hardware.disk, "pcie": Link(hardware.pcie, hardware.pcie, 1e-5, hardware.disk.effort)}
     played = {name: (plan, play(plan, sizes, seconds, links[name])) for name, plan in plans.items()}
-    update = (
-        sum(page.nbytes for page in table if page.kind is Kind.EXP_AVG) / 4 * UPDATE_NBYTES / hardware.update
-    )
+    moments = [page.nbytes for page in table if page.kind is Kind.EXP_AVG]
+    update = sum(moments) / 4 * UPDATE_NBYTES / hardware.update + len(moments) * UPDATE_EFFORT
+    # What the links' transfers take of whoever computes comes on top.
+    effort = sum(line.compute - sum(seconds) for _, line in played.values())
     compute = sum(seconds) - update
     waits = {name: line.late + line.no_frame for name, (_, line) in played.items()}
     carried: dict[str, int] = {}
-    busy = {"compute": compute, "optimizer": update}
+    busy = {"compute": compute, "optimizer": update, "transfers": effort}
     state = _state(table)
     for name, (plan, line) in played.items():
         low, high = ("disk", "host") if name == "disk" else ("host", "device")
@@ -282,7 +287,7 @@ def forecast(model: Model, hardware: Hardware, training: Training, drafts: Draft
     )
     return Forecast(
         model, hardware, training, True, "", budgets, needs, activations, peak, on_disk, state,
-        sum(seconds) + sum(waits.values()), compute, update, waits, carried, busy, len(units),
+        sum(seconds) + effort + sum(waits.values()), compute, update, effort, waits, carried, busy, len(units),
     )  # fmt: skip
 
 
