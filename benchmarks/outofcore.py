@@ -1,14 +1,15 @@
 """Out of core: a GPT-2 124M training step under a host budget far below its state, beside the step that isn't paged.
 
     python benchmarks/outofcore.py [--budget 512MiB ...] [--steps 6] [--quick] [--json FILE]
-                                   [--dtype float32] [--deepspeed-python PATH]
+                                   [--dtype float32] [--during-backward] [--deepspeed-python PATH]
 
 Batch 2 x 256 tokens, bfloat16 parameters and gradients, float32 master weights and moments: 16 bytes of state a
 parameter. For each budget: seconds a step (median, the first two left out), bytes read and written a step, and the
 ratio of the step to its floor, the larger of (the unpaged step, bytes moved / disk bandwidth). The bandwidth is that of
-tiermem's own queue on the same disk in the same run (benchmarks/io.py compares it with fio). Each configuration is a
-process of its own, and they take turns for ``--rounds`` rounds. Memory is VmHWM from after wrapping, and also the
-growth over the interpreter with torch imported.
+tiermem's own queue on the same disk in the same run (benchmarks/io.py compares it with fio). With ``--during-backward``
+each budget is run once more, as "... early": parameters are updated as soon as their gradients are there. Each
+configuration is a process of its own, and they take turns for ``--rounds`` rounds. Memory is VmHWM from after wrapping,
+and also the growth over the interpreter with torch imported.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 SHAPE = {"vocabulary": 50257, "sequence": 256, "layers": 12, "width": 768, "heads": 12, "tied": True}
+EARLY = " early"
 QUICK = {"vocabulary": 4096, "sequence": 128, "layers": 4, "width": 512, "heads": 8, "tied": True}
 
 
@@ -40,7 +42,7 @@ def memory() -> dict[str, int]:
 
 
 def worker(budget: str, steps: int, quick: bool, folder: str, trace: str, dtype: str) -> dict[str, Any]:
-    """One configuration in this process; ``budget`` is a size, or "unpaged"."""
+    """One configuration in this process; ``budget`` is a size, a size and EARLY, or "unpaged"."""
     import torch
 
     import tiermem
@@ -56,7 +58,7 @@ def worker(budget: str, steps: int, quick: bool, folder: str, trace: str, dtype:
     if budget != "unpaged":
         config: dict[str, Any] = {
             "device": {"kind": "cpu"},
-            "host": {"budget": budget},
+            "host": {"budget": budget.removesuffix(EARLY)},
             "disk": {"paths": [folder]},
         }
         if trace:
@@ -64,7 +66,7 @@ def worker(budget: str, steps: int, quick: bool, folder: str, trace: str, dtype:
         start = time.perf_counter()
         model = tiermem.TieredModule(net, config)
         wrapped = time.perf_counter() - start
-    optimizer = AdamW(model.parameters(), lr=1e-4)
+    optimizer = AdamW(model.parameters(), lr=1e-4, during_backward=budget.endswith(EARLY))
     Path("/proc/self/clear_refs").write_text("5")
     generator = torch.Generator().manual_seed(1)
     seconds, losses, moved, phases = [], [], [], []
@@ -165,6 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a small model: does it run?")
     parser.add_argument("--path", default=".", help="a folder on the disk to use")
+    parser.add_argument("--during-backward", action="store_true", help="also with updates during backward")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--trace", default="", help="write the trace of a paged run to this file")
     parser.add_argument("--deepspeed-python", default="", help="an interpreter that has deepspeed")
@@ -176,6 +179,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.budget, options.rounds = ["256MiB", "64MiB"], 1
+    if options.during_backward:
+        options.budget = [each + end for each in options.budget for end in ("", EARLY)]
     with tempfile.TemporaryDirectory(dir=options.path, prefix="outofcore-") as folder:
         if options.worker:
             print(
