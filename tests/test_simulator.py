@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import tiermem
 from tests.test_policies_plan import reads, schedule
 from tiermem.cli import app
+from tiermem.cli.simulate import _smallest
 from tiermem.errors import BudgetError
 from tiermem.picture import draw
 from tiermem.policies import LRU, Ahead, Belady, Effect, Schedule
@@ -21,7 +22,7 @@ from tiermem.policies.demand import demand
 from tiermem.policies.simulate import simulate as count
 from tiermem.policies.timeline import Link
 from tiermem.recut import recut
-from tiermem.simulator import POLICIES, as_recorded, moved, simulate
+from tiermem.simulator import POLICIES, Machine, as_recorded, moved, simulate
 from tiermem.trace.errors import TraceError
 from tiermem.trace.reader import TraceFile
 from tiermem.trace.recorded import Recorded, recorded
@@ -170,6 +171,20 @@ def test_a_step_is_cut_again_as_another_budget_cuts_it(tmp_path: Path) -> None:
         assert sum(found.seconds) == pytest.approx(
             sum(known.seconds) + changed * known.effort.update, rel=0.05
         )
+
+
+def test_the_least_budget_of_a_sweep_is_one_for_its_own_parts(
+    step: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(recorded: Recorded, machine: Machine, *, bounds: bool) -> None:
+        needed = (
+            100 if machine.host < 100 else 120
+        )  # what works with the parts that less has, doesn't with its own
+        if machine.host < needed:
+            raise BudgetError(needed, machine.host, "host", needed, "an access")
+
+    monkeypatch.setattr("tiermem.simulator.simulate", run)
+    assert _smallest(step, Machine(1)) == 120
 
 
 def _uses(step: Recorded) -> list[tuple[object, ...]]:

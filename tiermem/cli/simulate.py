@@ -154,20 +154,33 @@ def _print(found: Simulated, recorded: Recorded) -> None:
     console.print(links)
 
 
+def _smallest(recorded: Recorded, machine: Machine, least: int = 1) -> int:
+    """The smallest host budget from ``least`` bytes up that works."""
+    from dataclasses import replace
+
+    from tiermem.errors import BudgetError
+    from tiermem.simulator import simulate as run
+
+    try:
+        run(recorded, replace(machine, host=least), bounds=False)
+    except BudgetError as error:
+        if error.smallest is None or error.smallest <= least:
+            raise
+        # With more, the parts of optimizer state may be larger, and so may what works.
+        return _smallest(recorded, machine, error.smallest)
+    return least
+
+
 def _sweep(recorded: Recorded, machine: Machine, out: Path | None, files: list[Path], json: bool) -> None:
     from dataclasses import replace
 
-    from tiermem.errors import BudgetError, TiermemError, format_bytes
+    from tiermem.errors import TiermemError, format_bytes
     from tiermem.picture import draw
     from tiermem.simulator import simulate as run
 
     whole = sum(recorded.sizes.values())
     rows = []
-    smallest = 0
-    try:
-        run(recorded, replace(machine, host=1), bounds=False)
-    except BudgetError as error:
-        smallest = error.smallest or 0
+    smallest = _smallest(recorded, machine)
     for number in range(POINTS):
         budget = smallest + (whole - smallest) * number // (POINTS - 1)
         rows.append((budget, run(recorded, replace(machine, host=budget), bounds=False)))
@@ -179,7 +192,7 @@ def _sweep(recorded: Recorded, machine: Machine, out: Path | None, files: list[P
             title,
             [(budget / gib, found.step_s) for budget, found in rows],
             [(budget / gib, seconds) for budget, seconds in points],
-            rows[0][1].compute_s,
+            rows[-1][1].compute_s,
         )
         try:
             out.write_text(picture)
