@@ -176,10 +176,14 @@ class Replay:
                     self._start(fetch, need)
 
     def _start(self, fetch: Fetch, need: int) -> None:
-        if not self._begin(fetch, False):
-            entry = Waiting(need, fetch, False)
-            self._note(entry, self._position())
-            insort(self._waiting, entry, key=_need)
+        there = None if fetch.offset is None else self.tier.slab.at(fetch.offset)
+        if there is not None and there.page.leaving:
+            self._obstacle = there  # it was in the plan until now, and is being written
+        elif self._begin(fetch, False):
+            return
+        entry = Waiting(need, fetch, False)
+        self._note(entry, self._position())
+        insort(self._waiting, entry, key=_need)
 
     def _try_again(self, position: int) -> None:
         entries, self._waiting = self._waiting, []
@@ -223,9 +227,9 @@ class Replay:
         return cursor.steps * self._length + cursor.position
 
     def _write(self, page: Page) -> None:
-        """Write a page whose stay is over, so that its frame can be had without waiting."""
+        """Write a page whose stay is over; its frame is free when it has landed."""
         if page.state is State.HOST and page.dirty and not page.pins and not page.spent and page.sinks:
-            self._moves.write(page, Reason.PLAN)
+            self._moves.write(page, Reason.PLAN, leaving=True)
             self._moves.record(Event.EVICT, page, *ARROW[State.WRITING], Reason.PLAN)
 
     def _begin(self, fetch: Fetch, late: bool) -> bool:

@@ -93,6 +93,10 @@ class Slab:
         self.used -= frame.nbytes
         _join(self._holes, frame.offset, frame.nbytes)
 
+    def at(self, offset: int) -> Frame | None:
+        """The frame that begins at ``offset``, if one does."""
+        return self._frames.get(offset)
+
     def frame_at(self, offset: int) -> Frame:
         """The frame that holds the byte at ``offset``; KeyError when that byte is in a hole."""
         index = bisect_right(self._offsets, offset) - 1
