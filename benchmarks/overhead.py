@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import tiermem
+from tiermem.frames import Frames
 from tiermem.replay import Replay
 from tiermem.room import Room
 from tiermem.trainer import AdamW
@@ -169,7 +170,8 @@ CHOOSING, MOVING, OTHER = "choosing", "moving", "other"
 METHODS: dict[str, list[tuple[Any, str]]] = {
     CHOOSING: [(Replay, name) for name in ("pump", "follow", "ended", "lost", "place", "missed")],
     MOVING: [
-        *((Transfers, name) for name in ("read", "write", "drop", "reserve", "settle")),
+        *((Transfers, name) for name in ("read", "write")),
+        *((Frames, name) for name in ("drop", "reserve", "settle")),
         (Room, "take_blank"),
     ],
     OTHER: [],

@@ -52,7 +52,7 @@ class Cast:
         self.bytes_of(page).fill_(byte)
         self.pager.unpin([page], dirty=True)
         self.pager.flush()
-        self.moves.drop(page, Reason.CLOSE)
+        self.moves.frames.drop(page, Reason.CLOSE)
         return page
 
     def bytes_of(self, page: Page) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_making_room_for_one_may_take_the_next_along(stack: contextlib.ExitStack
     cast.pager.fault([first, second], Phase.FORWARD, 0)
     first.device_dirty = True
     cast.pager.unpin([first, second])
-    cast.moves.drop(first, Reason.LRU)
+    cast.moves.frames.drop(first, Reason.LRU)
     # Both have to go. To store the first takes the second's host frame, and the second leaves the device with it.
     cast.pager.fault([large], Phase.FORWARD, 0)
     cast.check()

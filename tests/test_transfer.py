@@ -50,14 +50,14 @@ class Arrows(Cast):
     def depart(self, page: Page, journey: State) -> None:
         moves = self.moves
         if journey is State.READING:
-            frame = moves.reserve(self.host, page, Reason.DEMAND)
+            frame = moves.frames.reserve(self.host, page, Reason.DEMAND)
             assert frame is not None
             moves.read(page, frame, Reason.DEMAND)
         elif journey is State.WRITING:
             moves.write(page, Reason.CLEAN)
         elif journey is State.LOADING:
             assert self.device is not None
-            frame = moves.reserve(self.device, page, Reason.DEMAND)
+            frame = moves.frames.reserve(self.device, page, Reason.DEMAND)
             assert frame is not None
             moves.load(page, frame, Reason.DEMAND)
         else:
@@ -202,10 +202,10 @@ def test_no_disk_to_go_to(arrows: Arrows) -> None:
 def test_a_dirty_page_is_never_dropped(arrows: Arrows) -> None:
     page = arrows.begin(State.WRITING)
     with pytest.raises(AssertionError, match="dropping a dirty page"):
-        arrows.moves.drop(page, Reason.LRU)
+        arrows.moves.frames.drop(page, Reason.LRU)
     stored = arrows.begin(State.STORING)
     with pytest.raises(AssertionError, match="dropping a page written on the device"):
-        arrows.moves.drop_device(stored, Reason.LRU)
+        arrows.moves.frames.drop_device(stored, Reason.LRU)
     arrows.check()
 
 
@@ -225,9 +225,9 @@ def test_holders_of_views_are_told_before_the_frame_goes(arrows: Arrows) -> None
     arrows.pager.fault([page], Phase.FORWARD, 0)
     arrows.pager.unpin([page])
     assert told == [(True, True)]  # on its way up: its views are of the frame below
-    arrows.moves.drop_device(page, Reason.LRU)
+    arrows.moves.frames.drop_device(page, Reason.LRU)
     assert told[1:] == [(True, True)]
     assert device.used == 0
-    arrows.moves.drop(page, Reason.LRU)
+    arrows.moves.frames.drop(page, Reason.LRU)
     assert told[2:] == [(True, False)]
     assert host.used == 0

@@ -89,7 +89,7 @@ class Activations:
         if torch._C._current_graph_task_id() != -1:
             return None  # made in a backward that needs it now
         with self._door:
-            self._moves.phase = Phase.FORWARD
+            self._moves.log.phase = Phase.FORWARD
             self._collect()
             holder = self._holder(storage._cdata, tensor)
             if holder is None:
@@ -116,7 +116,7 @@ class Activations:
         holder = Holder(activation, None if frame is not None else tensor.detach())
         if page is not None and frame is not None:
             activation.page = page
-            self._moves.settle(page, frame)
+            self._moves.frames.settle(page, frame)
             page.dirty, page.blank = True, False
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             activation.copy = self._copy(self.arena.bytes_of(frame)[:nbytes], source)
@@ -164,7 +164,7 @@ class Activations:
             if not page.state.journey:
                 if page.host is not None:  # it could not be written when it died
                     page.blank = True
-                    self._moves.drop(page, Reason.DISCARD)
+                    self._moves.frames.drop(page, Reason.DISCARD)
                 return idle.pop(index)
         if self._full:
             return None
@@ -182,7 +182,7 @@ class Activations:
     def _room(self, page: Page, wait: bool = True) -> Frame | None:
         """A frame of the arena, if need be that of the page saved first; None where that may not leave."""
         moves = self._moves
-        frame = moves.reserve(self.arena, page, Reason.DEMAND)
+        frame = moves.frames.reserve(self.arena, page, Reason.DEMAND)
         start = now()
         victims = self._oldest() if wait else iter(())
         while frame is None:
@@ -190,9 +190,9 @@ class Activations:
             if victim is None:
                 return None
             self._evict(victim)
-            frame = moves.reserve(self.arena, page, Reason.DEMAND)
+            frame = moves.frames.reserve(self.arena, page, Reason.DEMAND)
             if frame is not None:
-                moves.stall(page, 0, start, Reason.NO_FRAME, (At.HOST, At.DISK))
+                moves.log.stall(page, 0, start, Reason.NO_FRAME, (At.HOST, At.DISK))
         return frame
 
     def _oldest(self) -> Iterator[Page]:
@@ -217,7 +217,7 @@ class Activations:
             moves.write(page, Reason.LRU, leaving=True)
             moves.wait(page)
         if page.host is not None and (page.blank or not page.dirty):
-            moves.drop(page, Reason.LRU)
+            moves.frames.drop(page, Reason.LRU)
         moves.raise_error()
 
     def _write_ahead(self) -> None:
@@ -259,7 +259,7 @@ class Activations:
                 f"{saved.version}"
             )
         with self._door:
-            self._moves.phase = Phase.BACKWARD
+            self._moves.log.phase = Phase.BACKWARD
             self._collect()
             storage = _Storage._new_with_weak_ptr(activation.storage.cdata)
             if storage is None:
@@ -285,14 +285,14 @@ class Activations:
             moves.wait(page)
             moves.raise_error(page)
         if waits:
-            moves.stall(page, 0, start, cause, (At.DISK, At.HOST))
+            moves.log.stall(page, 0, start, cause, (At.DISK, At.HOST))
         assert page.host is not None
         whole = torch.empty(activation.nbytes, dtype=torch.uint8, device=self._device.torch_device)
         copy = self._copy(whole, self.arena.bytes_of(page.host)[: activation.nbytes])
         if copy is not None:
             copy.wait()
         if page.state is State.HOST and not page.dirty:
-            moves.drop(page, Reason.LRU)
+            moves.frames.drop(page, Reason.LRU)
         self._trim(activation.nbytes)
         activation.storage = StorageRef(whole.untyped_storage())
         self._in_memory[activation.serial] = activation
@@ -341,7 +341,7 @@ class Activations:
                 page.leaving = True
             elif page.host is not None:
                 page.blank = True
-                self._moves.drop(page, Reason.DISCARD)
+                self._moves.frames.drop(page, Reason.DISCARD)
             page.error = None
             self._idle[page.nbytes].append(page)
         self._in_memory = {serial: each for serial, each in self._in_memory.items() if each.lives}

@@ -70,7 +70,7 @@ class Hooks:
         self.pager = pager
         self.steps = steps
         self.door = door
-        self.trace = pager.transfers.trace
+        self.trace = pager.transfers.log.trace
         self.commits: Commits | None = None  # where the run is durable
         self.updater: Updater | None = None  # of an optimizer that doesn't wait for its step
         self.home: dict[int, tuple[Group, int]] = {}

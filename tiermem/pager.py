@@ -107,7 +107,7 @@ class Pager:
         """
         self.room.loans.collect()
         moves = self.transfers
-        moves.phase = phase
+        moves.log.phase = phase
         moves.poll()
         moves.raise_error()
         if self.planning:
@@ -126,13 +126,13 @@ class Pager:
             if self._arrived(page, device):
                 self.counters.num_hits += 1
                 self._use(page)
-                moves.record(Event.HIT, page, At.NONE, at, Reason.NONE, unit=unit)
+                moves.log.record(Event.HIT, page, At.NONE, at, Reason.NONE, unit=unit)
             else:
                 if page.pins and not on_host:
                     raise _held_elsewhere(page)
                 self.counters.num_faults += 1
                 reason = Reason.PREFETCHED_LATE if page.prefetched else Reason.NOT_PREFETCHED
-                moves.record(Event.FAULT, page, PLACE[page.state], at, reason, unit=unit)
+                moves.log.record(Event.FAULT, page, PLACE[page.state], at, reason, unit=unit)
                 missing.append(page)
         if missing or overwrite:
             self.room.held.update(page.number for page in pages)
@@ -155,7 +155,7 @@ class Pager:
                 for page in overwrite:
                     if page.hollow and not page.pins:
                         page.hollow = False
-                        moves.drop(page, Reason.DISCARD)
+                        moves.frames.drop(page, Reason.DISCARD)
                 raise
             finally:
                 self.room.held.clear()
@@ -212,7 +212,7 @@ class Pager:
             page.blank = False
         elif not page.pins:
             page.hollow = False
-            self.transfers.drop(page, Reason.DISCARD)
+            self.transfers.frames.drop(page, Reason.DISCARD)
 
     def pump(self) -> None:
         """Begin what prefetching wants, as far as there is room or room can be made; never waits."""
@@ -263,9 +263,9 @@ class Pager:
         page.blank = True
         page.error = None
         if page.device is not None:
-            self.transfers.drop_device(page, Reason.DISCARD)
+            self.transfers.frames.drop_device(page, Reason.DISCARD)
         if page.host is not None:
-            self.transfers.drop(page, Reason.DISCARD)
+            self.transfers.frames.drop(page, Reason.DISCARD)
 
     def commit(self, page: Page) -> None:
         """A user has changed parameters, on all ranks alike: each keeps its slice. Without ranks, nothing is to do.
@@ -288,7 +288,7 @@ class Pager:
         self.unpin([shard], dirty=True)
         page.dirty = page.device_dirty = False
         if page.state is State.DEVICE and page.host is not None:
-            self.transfers.drop(page, Reason.DISCARD)  # stale
+            self.transfers.frames.drop(page, Reason.DISCARD)  # stale
         ranks.offer([(page.key, page.version)])
 
     def renew(self, page: Page) -> None:
@@ -306,9 +306,9 @@ class Pager:
             )
         page.dirty = page.device_dirty = page.blank = False
         if page.device is not None:
-            self.transfers.drop_device(page, Reason.DISCARD)
+            self.transfers.frames.drop_device(page, Reason.DISCARD)
         if page.host is not None:
-            self.transfers.drop(page, Reason.DISCARD)
+            self.transfers.frames.drop(page, Reason.DISCARD)
         page.renewed = True
         page.version += 1
 
@@ -327,7 +327,7 @@ class Pager:
             wanted = page.dirty and not page.blank and not page.pins and not page.gathered
             if wanted and (page.sinks or page.durable):
                 if page.state is State.DEVICE:
-                    self.transfers.drop_device(page, Reason.CLOSE)
+                    self.transfers.frames.drop_device(page, Reason.CLOSE)
                 self.transfers.write(page, Reason.CLOSE)
         self.transfers.drain()
         self.transfers.raise_error()
@@ -356,7 +356,7 @@ class Pager:
                 moves.write_pinned(page)
                 continue
             if page.state is State.DEVICE:
-                moves.drop_device(page, Reason.CLOSE)
+                moves.frames.drop_device(page, Reason.CLOSE)
             moves.write(page, Reason.CLEAN)
         for page in pages:
             if page.state is State.WRITING:
@@ -420,7 +420,7 @@ class Pager:
             cause, link = Reason.COLLECTIVE, (At.NONE, At.HOST)
         if last is not None:
             # What was waited for a frame has been told of already.
-            moves.stall(last, unit, start + self.room.waited_ns, cause, link)
+            moves.log.stall(last, unit, start + self.room.waited_ns, cause, link)
 
     def _descend(self, page: Page) -> None:
         """From the device to the host, because the host will change it: the device's copy would be stale."""
@@ -428,7 +428,7 @@ class Pager:
             self.room.store(page)
             return
         assert self.device is not None
-        self.transfers.drop_device(page, Reason.DISCARD)
+        self.transfers.frames.drop_device(page, Reason.DISCARD)
         self.room.lost(self.device, page)
         if page.state is State.DISK:
             frame = self.room.make(self.host, page, Reason.DEMAND)
@@ -452,10 +452,10 @@ class Pager:
                 self.room.store(page)  # if it isn't overwritten after all, this is its content
             else:
                 assert self.device is not None
-                self.transfers.drop_device(page, Reason.DISCARD)
+                self.transfers.frames.drop_device(page, Reason.DISCARD)
                 self.room.lost(self.device, page)
         if page.state is State.DISK:
-            self.transfers.settle(page, self.room.make(self.host, page, Reason.DEMAND))
+            self.transfers.frames.settle(page, self.room.make(self.host, page, Reason.DEMAND))
             page.hollow = True
         self._use(page)
 
@@ -470,7 +470,7 @@ class Pager:
     def _count_prefetch(self, page: Page) -> None:
         page.prefetched = True
         self.counters.num_prefetches += 1
-        self.transfers.record(Event.PREFETCH, page, *ARROW[page.state], Reason.LOOKAHEAD)
+        self.transfers.log.record(Event.PREFETCH, page, *ARROW[page.state], Reason.LOOKAHEAD)
 
 
 def _held_elsewhere(page: Page) -> PagingError:

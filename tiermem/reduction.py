@@ -229,7 +229,7 @@ class Reduction:
         ranks = self.ranks
         assert ranks is not None
         ranks.wait(request, reason)
-        self._pager.transfers.collective(page, what, request)
+        self._pager.transfers.log.collective(page, what, request)
 
     # -- loss scaling -------------------------------------------------------------------------------------
 

@@ -230,7 +230,7 @@ class Replay:
         """Write a page whose stay is over; its frame is free when it has landed."""
         if page.state is State.HOST and page.dirty and not page.pins and not page.spent and page.sinks:
             self._moves.write(page, Reason.PLAN, leaving=True)
-            self._moves.record(Event.EVICT, page, *ARROW[State.WRITING], Reason.PLAN)
+            self._moves.log.record(Event.EVICT, page, *ARROW[State.WRITING], Reason.PLAN)
 
     def _begin(self, fetch: Fetch, late: bool) -> bool:
         """Begin it; whether there is nothing more to do."""
@@ -253,7 +253,7 @@ class Replay:
         if page.state is State.DEVICE and page.host is None and self.above is not None:
             if page.pins or page.device_dirty or self.above.place(page) is not None:
                 return False
-            self._moves.drop_device(page, Reason.PLAN)  # it is wanted on the host now, from the disk
+            self._moves.frames.drop_device(page, Reason.PLAN)  # it is wanted on the host now, from the disk
         if page.host is not None:
             if not page.leaving:
                 return True
@@ -281,11 +281,11 @@ class Replay:
     def _frame(self, page: Page, fetch: Fetch) -> Frame | None:
         if fetch.offset is not None and not self._clear(page, fetch.offset):
             return None
-        return self._moves.reserve(self.tier, page, Reason.PLAN, fetch.offset)
+        return self._moves.frames.reserve(self.tier, page, Reason.PLAN, fetch.offset)
 
     def _elsewhere(self, page: Page) -> Frame | None:
         """A frame that can be had at once, for a page whose own place can't be: of what the plan has nowhere."""
-        frame = self._moves.reserve(self.tier, page, Reason.PLAN)
+        frame = self._moves.frames.reserve(self.tier, page, Reason.PLAN)
         if frame is not None:
             return frame
         strays = [
@@ -300,7 +300,7 @@ class Replay:
             return None
         for frame in window:
             self._room.evict(self.tier, frame.page)
-        return self._moves.reserve(self.tier, page, Reason.PLAN)
+        return self._moves.frames.reserve(self.tier, page, Reason.PLAN)
 
     def _clear(self, page: Page, offset: int) -> bool:
         """Free a page's place of strays; False when that can't be done now."""
@@ -334,7 +334,7 @@ class Replay:
     def _count(self, page: Page) -> None:
         page.prefetched = True
         self._moves.counters.num_prefetches += 1
-        self._moves.record(Event.PREFETCH, page, *ARROW[page.state], Reason.PLAN)
+        self._moves.log.record(Event.PREFETCH, page, *ARROW[page.state], Reason.PLAN)
 
 
 _need = attrgetter("need")

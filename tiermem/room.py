@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter_ns as now
 
 from tiermem.errors import BudgetError
+from tiermem.frames import unbind
 from tiermem.loan import Loans
 from tiermem.page import Frame, Kind, Page, State
 from tiermem.table import PageTable
@@ -117,7 +118,7 @@ class Room:
             if other.leaving:
                 self._wait(other)
             moves.raise_error()
-        return moves.reserve(tier, page, why, offset)
+        return moves.frames.reserve(tier, page, why, offset)
 
     def _wait(self, page: Page) -> None:
         start = now()
@@ -131,7 +132,7 @@ class Room:
         """
         moves = self.transfers
         self._blocked_ns = 0
-        frame = self._go_home(tier, page, why) or moves.reserve(tier, page, why)
+        frame = self._go_home(tier, page, why) or moves.frames.reserve(tier, page, why)
         relocated = False
         while frame is None:
             self.loans.collect()
@@ -158,9 +159,9 @@ class Room:
                 relocated = False
             else:
                 raise self._no_room(tier, page)
-            frame = moves.reserve(tier, page, why)
+            frame = moves.frames.reserve(tier, page, why)
         if self._blocked_ns:
-            moves.stall(page, page.unit, now() - self._blocked_ns, Reason.NO_FRAME, (At.HOST, At.DISK))
+            moves.log.stall(page, page.unit, now() - self._blocked_ns, Reason.NO_FRAME, (At.HOST, At.DISK))
             self.waited_ns += self._blocked_ns
         return frame
 
@@ -192,8 +193,7 @@ class Room:
         if new is None:
             return False
         self.counters.num_relocations += 1
-        for user in page.users:
-            user.unbind()
+        unbind(page)
         with self.transfers.shelf.lock:
             self.host.bytes_of(new).copy_(self.host.bytes_of(frame))
             page.host = new
@@ -208,7 +208,7 @@ class Room:
         else:
             for start, stop in page.gaps:
                 whole[start:stop].zero_()
-        self.transfers.settle(page, frame)
+        self.transfers.frames.settle(page, frame)
 
     def ahead(
         self, tier: Tier, page: Page, position: int, claimed: set[Frame], only_evict: bool = False
@@ -221,7 +221,7 @@ class Room:
         home = self._homes[tier].get(page.number)
         if (
             not only_evict
-            and (frame := self.transfers.reserve(tier, page, Reason.LOOKAHEAD, home)) is not None
+            and (frame := self.transfers.frames.reserve(tier, page, Reason.LOOKAHEAD, home)) is not None
         ):
             return frame
         if home is not None:
@@ -236,7 +236,7 @@ class Room:
             self.evict(tier, victim.page)
         if only_evict or any(victim.page.leaving for victim in window):
             return None
-        return self.transfers.reserve(tier, page, Reason.LOOKAHEAD)
+        return self.transfers.frames.reserve(tier, page, Reason.LOOKAHEAD)
 
     def evict(self, tier: Tier, page: Page) -> None:
         """Give a page's frame back: at once when the copy below is good, else once it has been written."""
@@ -248,20 +248,20 @@ class Room:
             if page.device_dirty:
                 self.store(page)
             else:
-                moves.drop_device(page, self._chosen)
+                moves.frames.drop_device(page, self._chosen)
         elif page.device_dirty:
             page.dirty = False  # stale: what counts is on the device
-            moves.drop(page, self._chosen)
+            moves.frames.drop(page, self._chosen)
         elif page.spent or page.blank or not page.dirty:
-            moves.drop(page, Reason.DISCARD if page.spent else self._chosen)
+            moves.frames.drop(page, Reason.DISCARD if page.spent else self._chosen)
         elif page.state is State.DEVICE and (page.pins or page.number in self.held):
             page.dirty = False
             page.device_dirty = True  # what is below is stale: from here on the device has the only good copy
-            moves.drop(page, self._chosen)
+            moves.frames.drop(page, self._chosen)
         else:
             if page.state is State.DEVICE:
-                moves.drop_device(page, self._chosen)
-            moves.record(Event.EVICT, page, At.HOST, At.DISK, self._chosen)
+                moves.frames.drop_device(page, self._chosen)
+            moves.log.record(Event.EVICT, page, At.HOST, At.DISK, self._chosen)
             moves.write(page, self._chosen, leaving=True)
         self.lost(tier, page)
 
@@ -281,8 +281,7 @@ class Room:
                 if old is None:
                     continue
                 if page.state is not State.DEVICE:
-                    for user in page.users:
-                        user.unbind()
+                    unbind(page)
                 # The two may overlap; a step no longer than the distance moved never overwrites what is still to move.
                 distance = old - frame.offset
                 for done in range(0, frame.nbytes, distance):

@@ -161,7 +161,7 @@ class Runtime:
         transfers = Transfers(
             host, device_tier, disk, self.queue, self.device, self.trace, checksums=checksums
         )
-        transfers.modules = [unit.name for unit in self.units]
+        transfers.failures.modules = [unit.name for unit in self.units]
         if disk is not None:
             self._provide(disk, transfers)
         stack.callback(transfers.abandon)
@@ -192,7 +192,7 @@ class Runtime:
             moves = Transfers(
                 tier, None, self.disk, self.queue, self.device, self.trace, self.pager.counters, checksums
             )
-            moves.pool = len(self.units)
+            moves.log.pool = len(self.units)
             least = config.placement.activation_size.resolve(0)
             self.hooks.views.activations = Activations(tier, moves, self.device, self.door, least, sinking)
             stack.callback(self.hooks.views.activations.close)
@@ -326,7 +326,7 @@ class Runtime:
             # What the first step needs at the latest. State comes with the optimizer.
             transfers.provide(page for page in self.table if page.kind in FIRST and page.shard is None)
             return
-        transfers.damaged = partial(mark_damage, self.run)
+        transfers.failures.damaged = partial(mark_damage, self.run)
         adopt_pages(self.run, self.table, self.layout, disk)
         transfers.provide(page for page in self.table if page.shard is None)
         self.run.describe(self.layout, [page.slots for page in self.table])

@@ -1,4 +1,4 @@
-"""Transfers: every arrow of the page states, performed in one place.
+"""Transfers: every journey of a page between two tiers, performed in one place.
 
 Note: landing. A transfer is submitted (frame reserved, state a journey), moves without us, and *lands* when somebody
 looks: in ``poll``, or because somebody waits. Only landing changes the page's place. A failed transfer lands too: the
@@ -13,19 +13,22 @@ threads that carry them out never take the pager's lock; see :mod:`tiermem.shelf
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter_ns as now
 
 from tiermem.aio import Check, Checksums, Queue, checksum
 from tiermem.device import Copy, Device
 from tiermem.disk import Disk
-from tiermem.errors import IntegrityError, PagingError, RanksError, TransferError
-from tiermem.page import Frame, Kind, Page, State
+from tiermem.errors import PagingError, RanksError, TransferError
+from tiermem.failures import Failures
+from tiermem.frames import Frames, unbind
+from tiermem.page import Frame, Page, State
+from tiermem.pagelog import PageLog
 from tiermem.ranks import Request
 from tiermem.shelf import Shelf
 from tiermem.stats import Counters, Link
 from tiermem.tier import Tier
-from tiermem.trace import POOL, AnyTrace, Event, NullTrace, Phase, Reason
+from tiermem.trace import AnyTrace, Event, Reason
 from tiermem.trace import Tier as At
 
 ARROW = {
@@ -64,7 +67,7 @@ class Transfer:
 
 
 class Transfers:
-    """What is in flight between the tiers, and the only code that changes where a page is.
+    """What is in flight between the tiers; with its ``frames``, the only code that changes where a page is.
 
     ``device`` is None where the host is the device (the CPU); ``disk`` is None as long as there is none. Callers
     hold the pager's lock.
@@ -85,20 +88,15 @@ class Transfers:
         self.device = device
         self.disk = disk
         self.counters = counters if counters is not None else Counters()
-        self.trace = trace
-        self._tracing = not isinstance(trace, NullTrace)
-        self.phase: int = Phase.NONE  # written into every record
-        self.modules: Sequence[str] = ()  # the units' names, for messages
-        # Of pages that come and go: the unit under which the trace has all of them as one.
-        self.pool: int | None = None
-        # Told of a page whose bytes have changed and what their checksum is; says in words what can be done about it.
-        self.damaged: Callable[[Page, int], str] = lambda page, found: ""
+        self.log = PageLog(trace, self.counters)
+        self.failures = Failures(disk)
+        self.shelf = Shelf(host, disk, queue, self.counters, self.failures.verify)
+        self.frames = Frames(host, device, self.shelf, self.log)
         self._queue = queue
         self._checksums = checksums
         self._copier = copier
         self._flying: dict[int, Page] = {}  # page number -> page on a journey
         self._error: TransferError | RanksError | None = None  # of a writeback
-        self.shelf = Shelf(host, disk, queue, self.counters, self.verify)
         self._links: dict[State, Link] = {
             State.READING: self.counters.disk_to_host,
             State.WRITING: self.counters.host_to_disk,
@@ -167,10 +165,14 @@ class Transfers:
         try:
             transfer.wait()
             if page.state is State.READING and transfer.check is not None:
-                error = self.verify(page, transfer.check.value)
+                error = self.failures.verify(page, transfer.check.value)
         except OSError as failure:
             # A slice that isn't what was written has said so itself.
-            error = failure if isinstance(failure, TransferError) else self._failed(page, failure)
+            error = (
+                failure
+                if isinstance(failure, TransferError)
+                else self.failures.of_transfer(page, failure, *ARROW[page.state])
+            )
         except RanksError as failure:
             if request is None or not request.done():
                 raise  # bytes may still come: the page stays on its journey
@@ -186,14 +188,14 @@ class Transfers:
                 self._links[journey].nbytes[page.kind] += page.nbytes
             elif not request.returned:
                 what = Reason.GATHER if journey is State.READING else Reason.REDUCE
-                self.collective(page, what, request)
+                self.log.collective(page, what, request)
             event = Event.LANDED if journey in (State.READING, State.LOADING) else Event.WRITEBACK
             reason = transfer.reason
         else:
             self.counters.num_failed += 1
             event = Event.FAILED
             reason = Reason.NO_SPACE if getattr(error, "errno", 0) == errno.ENOSPC else Reason.IO_ERROR
-        self.record(event, page, source, target, reason, transfer.start, now() - transfer.start)
+        self.log.record(event, page, source, target, reason, transfer.start, now() - transfer.start)
         if request is not None and journey is State.WRITING:
             self._land_given(page, transfer, error)
             return
@@ -277,7 +279,7 @@ class Transfers:
         try:
             self._queue.wait(ticket)
         except OSError as failure:
-            error = self._failed(page, failure, (At.HOST, At.DISK))
+            error = self.failures.of_transfer(page, failure, At.HOST, At.DISK)
             self.disk.written(page, None, failed=True)
             self.counters.num_failed += 1
             raise error from failure
@@ -289,7 +291,7 @@ class Transfers:
         """Give extents on the disk to pages that may sink and have none; raises BudgetError when they don't fit."""
         assert self.disk is not None
         for page in self.disk.provide(pages):
-            self.record(Event.RESERVE, page, At.NONE, At.DISK, Reason.CREATE)
+            self.log.record(Event.RESERVE, page, At.NONE, At.DISK, Reason.CREATE)
 
     def load(self, page: Page, frame: Frame, reason: Reason) -> None:
         """HOST -> LOADING, into a device frame that was reserved for the page."""
@@ -298,10 +300,10 @@ class Transfers:
         try:
             copy = self._copier.copy(self.device.bytes_of(frame), self.host.bytes_of(page.host))
         except BaseException:
-            self._release(self.device, frame, page, reason)
+            self.frames.release(self.device, frame, page, reason)
             raise
         page.device = frame
-        self._unbind(page)
+        unbind(page)
         self._depart(page, State.LOADING, _of_copy(copy, reason))
 
     def store(self, page: Page) -> None:
@@ -310,7 +312,7 @@ class Transfers:
         assert page.host is not None
         assert page.device is not None
         copy = self._copier.copy(self.host.bytes_of(page.host), self.device.bytes_of(page.device))
-        self._unbind(page)
+        unbind(page)
         self._depart(page, State.STORING, _of_copy(copy, Reason.STATE))
 
     def _on_disk(self, page: Page, ticket: int, address: int, reading: bool, reason: Reason) -> Transfer:
@@ -340,7 +342,7 @@ class Transfers:
         elif not returned:
             page.dirty = False
             page.blank = True
-            self.drop(page, Reason.DISCARD)
+            self.frames.drop(page, Reason.DISCARD)
 
     def _land_reading(self, page: Page, error: TransferError | RanksError | None) -> None:
         if error is None:
@@ -353,7 +355,7 @@ class Transfers:
             page.prefetched = False
             frame, page.host = page.host, None
             assert frame is not None
-            self._release(self.host, frame, page, Reason.IO_ERROR)
+            self.frames.release(self.host, frame, page, Reason.IO_ERROR)
 
     def _land_writing(self, page: Page, error: TransferError | RanksError | None) -> None:
         page.state = State.HOST
@@ -363,7 +365,7 @@ class Transfers:
             return
         page.dirty = False
         if leaving:
-            self.drop(page, Reason.NONE, traced=False)
+            self.frames.drop(page, Reason.NONE, traced=False)
 
     def _land_loading(self, page: Page, error: TransferError | RanksError | None) -> None:
         assert self.device is not None
@@ -375,7 +377,7 @@ class Transfers:
         page.error = error
         frame, page.device = page.device, None
         assert frame is not None
-        self._release(self.device, frame, page, Reason.IO_ERROR)
+        self.frames.release(self.device, frame, page, Reason.IO_ERROR)
 
     def _land_storing(self, page: Page, error: TransferError | RanksError | None) -> None:
         page.state = State.DEVICE
@@ -386,153 +388,7 @@ class Transfers:
         page.dirty = True
         page.blank = False
         self.host.eviction.admitted(page.number)
-        self.drop_device(page, Reason.STATE)
-
-    def _failed(self, page: Page, failure: OSError, link: tuple[At, At] | None = None) -> TransferError:
-        source, target = link or ARROW[page.state]
-        path = self.disk.path_of(page) if self.disk is not None and At.DISK in (source, target) else None
-        error = TransferError(
-            self._named(page),
-            source.name.lower(),
-            target.name.lower(),
-            path,
-            failure.errno or 0,
-            str(failure.strerror or failure),
-        )
-        error.__cause__ = failure
-        return error
-
-    def verify(self, page: Page, found: int) -> TransferError | None:
-        """The error of a page whose bytes aren't those that were written; None when they are."""
-        if found == page.checksum:
-            return None
-        assert self.disk is not None
-        assert page.checksum is not None
-        offset = self.disk.place_of(page)[1]
-        try:
-            advice = self.damaged(page, found)
-        except OSError as failure:
-            advice = (
-                f"; it couldn't be noted for the next resume: {failure}"  # to say what is wrong comes first
-            )
-        path = self.disk.path_of(page)
-        return IntegrityError(self._named(page), path, offset, page.checksum, found, advice)
-
-    def _named(self, page: Page) -> str:
-        name = f", {self.modules[page.unit]}" if self.modules else ""
-        return f"the {page.kind.name.lower()} page of unit {page.unit}{name} (page {page.number}, {page.nbytes} bytes)"
-
-    # -- frames -------------------------------------------------------------------------------------------
-
-    def reserve(self, tier: Tier, page: Page, reason: Reason, offset: int | None = None) -> Frame | None:
-        """Cut a frame for the page out of a hole (at ``offset``, or wherever); None when there is none that does."""
-        frame = tier.slab.reserve(page) if offset is None else tier.slab.reserve_at(page, offset)
-        if frame is not None:
-            self.record(Event.RESERVE, page, At.NONE, self._at(tier), reason)
-        return frame
-
-    def settle(self, page: Page, frame: Frame) -> None:
-        """DISK -> HOST without reading: the content comes into being in the frame."""
-        page.host = frame
-        page.state = State.HOST
-        self.host.eviction.admitted(page.number)
-        self.record(Event.LANDED, page, At.NONE, At.HOST, Reason.CREATE)
-
-    def drop(self, page: Page, reason: Reason, *, traced: bool = True) -> None:
-        """Release the host frame of a page that is clean, or whose content isn't needed any more.
-
-        A page that is on the device too stays there; any other is on the disk, or blank, from here on.
-        """
-        frame = page.host
-        assert frame is not None
-        if page.spent:
-            page.dirty = False
-            page.blank = True
-        assert page.blank or not page.dirty, f"dropping a dirty page: {page!r}"
-        page.dirty = False
-        if traced:
-            self.record(Event.EVICT, page, At.HOST, At.NONE if page.blank else At.DISK, reason)
-        if page.kind is Kind.PARAMETER_SHARD:
-            with self.shelf.lock:
-                page.host = None
-        page.host = None
-        if page.state is not State.DEVICE:
-            self._unbind(page)
-            page.state = State.DISK
-            if page.prefetched:
-                page.prefetched = False
-                self.counters.num_prefetches_wasted += 1
-        self.host.eviction.removed(page.number)
-        self._release(self.host, frame, page, reason)
-
-    def drop_device(self, page: Page, reason: Reason) -> None:
-        """Release the device frame of a page whose copy below is good."""
-        assert self.device is not None
-        assert not page.device_dirty, f"dropping a page written on the device: {page!r}"
-        frame, page.device = page.device, None
-        assert frame is not None
-        self._unbind(page)
-        self.record(Event.EVICT, page, At.DEVICE, At.HOST if page.host else At.DISK, reason)
-        page.state = State.HOST if page.host is not None else State.DISK
-        self.device.eviction.removed(page.number)
-        self._release(self.device, frame, page, reason)
-
-    def _release(self, tier: Tier, frame: Frame, page: Page, reason: Reason) -> None:
-        tier.slab.release(frame)
-        self.record(Event.RELEASE, page, self._at(tier), At.NONE, reason)
-
-    def _unbind(self, page: Page) -> None:
-        for user in page.users:
-            user.unbind()
-
-    def _at(self, tier: Tier) -> At:
-        return At.HOST if tier is self.host else At.DEVICE
-
-    def stall(self, page: Page, unit: int, start: int, cause: Reason, link: tuple[At, At]) -> None:
-        """Count and trace that ``unit`` has waited since ``start``, for ``page`` to arrive over ``link``."""
-        duration = now() - start
-        self.counters.stall_ns[cause.name.lower()] += duration
-        if cause is Reason.PREFETCHED_LATE:
-            self.counters.num_prefetches_late += 1
-        self.record(Event.STALL, page, *link, cause, start, duration, unit)
-
-    def collective(self, page: Page, what: Reason, request: Request) -> None:
-        """Count and trace an exchange with the other ranks that has ended."""
-        duration = request.finished - request.began
-        self.counters.collective_ns[what.name.lower()] += duration
-        self.record(Event.COLLECTIVE, page, At.NONE, At.NONE, what, request.began, duration)
-
-    def record(
-        self,
-        event: Event,
-        page: Page,
-        source: At,
-        target: At,
-        reason: Reason,
-        start: int = 0,
-        duration: int = 0,
-        unit: int | None = None,
-    ) -> None:
-        """Write one event of a page; without ``start``, it is now. ``unit``: who asked, if not the page's own."""
-        if not self._tracing:
-            return
-        if unit is None:
-            unit = page.unit
-        number = page.number
-        if self.pool is not None:
-            unit, number = self.pool, POOL
-        self.trace.record(
-            event,
-            start or now(),
-            duration,
-            unit,
-            number,
-            page.nbytes,
-            source,
-            target,
-            reason,
-            self.phase,
-        )
+        self.frames.drop_device(page, Reason.STATE)
 
 
 def _transfer(page: Page) -> Transfer:

@@ -105,7 +105,7 @@ class PageReader:
         self._hash[1].update(memory[: window.stop - window.start].numpy().data)
         if window.stop == page.nbytes and page.checksum is not None:
             with self._runtime.door:
-                error = self._runtime.pager.transfers.verify(page, self._hash[1].intdigest())
+                error = self._runtime.pager.transfers.failures.verify(page, self._hash[1].intdigest())
             if error is not None:
                 raise error
 
