@@ -35,6 +35,7 @@ ORDER = [
     "PEFT",
     "Frozen and quantised weights",
     "Autograd",
+    "Tiles",
     "torch.compile",
     "Trainers",
 ]

@@ -22,6 +22,7 @@ from tiermem.pager import Pager
 from tiermem.policies import Phase
 from tiermem.spill import flat
 from tiermem.tier import trim_memory
+from tiermem.tiling import NOTHING, Tiling
 from tiermem.unit import Field, Group, Part, Unit
 
 
@@ -29,7 +30,13 @@ class Adoption:
     """Moves the parameters of ``units`` between the module's own memory and pages."""
 
     def __init__(
-        self, units: Sequence[Unit], pager: Pager, disk: Disk | None, device: Device, door: Door
+        self,
+        units: Sequence[Unit],
+        pager: Pager,
+        disk: Disk | None,
+        device: Device,
+        door: Door,
+        tiling: Tiling = NOTHING,
     ) -> None:
         self._groups = [group for unit in units for group in unit.groups]
         self._pager = pager
@@ -39,11 +46,12 @@ class Adoption:
         self._own: list[
             tuple[Group, list[torch.dtype]]
         ] = []  # taken, and of which dtypes the parameters were
+        self._tiled = list(tiling.tiled.values())
         self._deferred: dict[int, Deferral] = {}  # id of a parameter that is deferred -> by whom
         for group in self._groups:
             for field in group.fields:
-                if (deferral := deferral_of(field.parameter)) is not None:
-                    self._deferred[id(field.parameter)] = deferral
+                if (deferral := deferral_of(_origin(field))) is not None:
+                    self._deferred[id(_origin(field))] = deferral
         self._gradients = list(self._groups)  # still to be given back
 
     # -- into pages ---------------------------------------------------------------------------------------
@@ -63,6 +71,8 @@ class Adoption:
                 trim_memory()  # what was converted lies between what is kept, and would be kept too
         for deferral in set(self._deferred.values()):
             deferral.cool()
+        for tiled in self._tiled:
+            tiled.release()
 
     def settle(self) -> None:
         """The parameters are taken for good: those that were deferred need not be made again."""
@@ -87,10 +97,13 @@ class Adoption:
                 group, dtypes = self._own[-1]
                 self._give_back(group, dtypes)
                 self._own.pop()
+            for tiled in self._tiled:
+                if id(tiled.parameter) not in self._deferred:
+                    tiled.restore()
             for group in self._groups:
                 for field in group.fields:
-                    if (deferral := self._deferred.get(id(field.parameter))) is not None:
-                        deferral.take_back(field.parameter)
+                    if (deferral := self._deferred.get(id(_origin(field)))) is not None:
+                        deferral.take_back(_origin(field))
 
     def _take(self, group: Group) -> None:
         pager, host, page = self._pager, self._pager.host, group.parameter
@@ -105,9 +118,11 @@ class Adoption:
             assert page.host is not None
             for field in group.fields:
                 place = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
-                deferral = self._deferred.get(id(field.parameter))
+                deferral = self._deferred.get(id(_origin(field)))
                 if deferral is None:
                     place.copy_(field.parameter)
+                elif field.whole is not None:
+                    place.copy_(elements(field, 0, field.numel).view(field.size))
                 else:
                     deferral.fill(field.parameter, place)
         finally:
@@ -155,7 +170,7 @@ class Adoption:
         try:
             assert master.host is not None
             for field in group.fields:
-                if not dirty and id(field.parameter) in self._deferred:
+                if not dirty and id(_origin(field)) in self._deferred:
                     continue  # it is made again, and not given back
                 low, high = max(field.offset, part.start), min(field.offset + field.numel, part.stop)
                 if low < high:
@@ -203,18 +218,20 @@ class Adoption:
                 group, _ = self._own[-1]
                 self._give_back(group, [group.dtype] * len(group.fields))
                 self._own.pop()
+            for tiled in self._tiled:
+                tiled.restore()
 
     def _give_back(self, group: Group, dtypes: Sequence[torch.dtype]) -> None:
         page, host = group.parameter, self._pager.host
         group.unbind()  # now, or the page's eviction would do it to the restored parameters
-        if all(id(field.parameter) in self._deferred for field in group.fields):
+        if all(id(_origin(field)) in self._deferred for field in group.fields):
             return  # they are made again
         self._pager.fault([page], Phase.FORWARD, group.unit, on_host=True)
         try:
             assert page.host is not None
             with torch.inference_mode(False):
                 for field, dtype in zip(group.fields, dtypes, strict=True):
-                    if id(field.parameter) in self._deferred:
+                    if id(_origin(field)) in self._deferred:
                         continue
                     view = host.view(page.host, group.dtype, field.offset, field.size, field.stride)
                     field.parameter.data = view.to(self._device.torch_device, dtype, copy=True)
@@ -255,11 +272,16 @@ class Adoption:
             self._pager.discard(page)
 
 
+def _origin(field: Field) -> torch.Tensor:
+    """The parameter, or the one that it is a tile of."""
+    return field.parameter if field.whole is None else field.whole
+
+
 def elements(field: Field, low: int, high: int) -> torch.Tensor:
     """A parameter's own elements in the order in which its page has them (one dimension)."""
-    deferral = deferral_of(field.parameter)
+    deferral = deferral_of(_origin(field))
     if deferral is not None:
-        return deferral.elements(field.parameter, low, high)
+        return deferral.elements(_origin(field), field.first + low, field.first + high)
     with torch._C.DisableTorchFunctionSubclass():
         tensor = field.parameter.data
     if tuple(tensor.stride()) != field.stride:

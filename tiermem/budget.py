@@ -69,6 +69,10 @@ def device_need(units: Sequence[Unit]) -> Need:
     return Need(*best)
 
 
+Build = Callable[[dict[str, nn.Module], int], tuple[PageTable, list[Unit]]]
+"""Makes units of modules, with parts of so many elements at most."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """A way to cut a model into units and pages, and what it needs."""
@@ -82,7 +86,7 @@ class Fit:
 
 def fit(
     candidates: Iterable[dict[str, nn.Module]],
-    build: Callable[[dict[str, nn.Module], int], tuple[PageTable, list[Unit]]],
+    build: Build,
     host: int,
     device: int | None,
     overheads: tuple[int, int],

@@ -7,7 +7,7 @@ optimizer, or whoever looks, reads the page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from tiermem.pager import Pager
 from tiermem.parameter import METADATA, PagedView
 from tiermem.policies import Phase
 from tiermem.reduction import Reduction
+from tiermem.tiling import Tiled
 from tiermem.unit import Group, Unit
 from tiermem.views import Views
 
@@ -70,7 +71,13 @@ class Gradients:
     """The gradients of one wrapped model's parameters."""
 
     def __init__(
-        self, units: Sequence[Unit], pager: Pager, door: Door, views: Views, reduction: Reduction
+        self,
+        units: Sequence[Unit],
+        pager: Pager,
+        door: Door,
+        views: Views,
+        reduction: Reduction,
+        tiled: Mapping[int, Tiled],
     ) -> None:
         self._units = units
         self._pager = pager
@@ -78,6 +85,7 @@ class Gradients:
         self._views = views
         self._reduction = reduction
         self._home = views.home
+        self._tiled = tiled
 
     # -- landing ------------------------------------------------------------------------------------------
 
@@ -116,6 +124,21 @@ class Gradients:
             torch.linalg.vector_norm(place, out=group.norms[index])
         if self._pager.device is not None:
             self._pager.counters.device_to_host.nbytes[Kind.GRADIENT] += place.numel() * place.element_size()
+
+    def land_zeros(self, group: Group, index: int) -> None:
+        """A gradient that is all zeros, added to what there is: nothing is brought, and nothing written."""
+        if group.landed[index]:
+            return
+        page = _page(group)
+        if page.blank:
+            assert page.gaps is None, "a blank page's frame isn't zeros"
+            with self._door:
+                group.landed[index] = group.held[index] = 1
+                group.used[index] = group.normed[index] = 0
+                page.spent = False
+            return
+        with self.resident(group, index) as place, self._door:
+            self._put(group, index, torch.zeros_like(place))
 
     @contextmanager
     def resident(self, group: Group, index: int) -> Iterator[torch.Tensor]:
@@ -170,9 +193,13 @@ class Gradients:
         for parameter in parameters:
             group, index = self._home.get(id(parameter), (None, 0))
             if group is None:
+                tiled = self._tiled.get(id(parameter))
+                for tile in tiled.tiles if tiled is not None else ():
+                    group = self._home[id(tile.values)][0]
+                    groups[id(group)] = group
                 if (
                     parameter.grad is not None
-                ):  # an empty one, which has no page; it counts in torch's sum of norms
+                ):  # an empty one, which has no page; it counts in torch's sum of norms. Or all tiles of one
                     norm = torch.linalg.vector_norm(parameter.grad, norm_type)
                     found.setdefault(parameter.grad.dtype, []).append(norm)
                 continue
@@ -269,7 +296,7 @@ class Gradients:
         self._reduction.settle_backward("zero_grad()")
         for unit in self._units:
             for group in unit.groups:
-                if not group.trainable or not any(group.landed):
+                if not group.trainable or not (any(group.landed) or group.aside is not None):
                     continue
                 for index, field in enumerate(group.fields):
                     if only is None or id(field.parameter) in only:
@@ -299,7 +326,10 @@ class Gradients:
     def _forget(self, group: Group) -> None:
         group.scale, group.unscale = None, 1.0
         page = _page(group)
+        aside, group.aside = group.aside, None
         with self._door:
+            if aside is not None:
+                self._pager.discard(aside)
             self._pager.room.loans.collect()
             if page.pins:
                 page.spent = False  # somebody looks at it: it stays until the next gradient overwrites it

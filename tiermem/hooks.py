@@ -8,8 +8,9 @@ produced. What escapes the hooks is caught by :mod:`tiermem.views`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext
+from collections import ChainMap
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns as now
 from types import FrameType
@@ -32,6 +33,7 @@ from tiermem.partition import ALONE, Partition
 from tiermem.policies import Access, Phase
 from tiermem.reduction import Reduction
 from tiermem.steps import Steps
+from tiermem.tiling import Tiled
 from tiermem.trace import Event
 from tiermem.unit import Group, Unit
 from tiermem.uses import Uses
@@ -79,11 +81,12 @@ class Hooks:
                 self.home.update((id(field.parameter), (group, i)) for i, field in enumerate(group.fields))
         self.views = Views(pager, door, self.home, self)
         self.reduction = Reduction(units, pager, door, partition)
-        self.gradients = Gradients(units, pager, door, self.views, self.reduction)
+        self.tiled: dict[int, Tiled] = {}  # by the id of a parameter that is in tiles
+        self.gradients = Gradients(units, pager, door, self.views, self.reduction, self.tiled)
         self._handles: list[Any] = []
         self._calls = Calls()  # forwards that run
         pager.room.relieve = self._relieve
-        self._guard = Guard(net, self.home)
+        self._guard = Guard(net, ChainMap(self.home, self.tiled))  # type: ignore[arg-type]  # read only
         self._open: list[tuple[Unit, list[Page], int]] = []  # backward: the same, with the pages pinned
         self._in_backward = False
         self._resident_pages: list[Page] = []  # pinned while the resident unit is held
@@ -122,6 +125,8 @@ class Hooks:
         self.release_resident()
         for group, index in self.home.values():
             disown(group.fields[index].parameter)
+        for tiled in self.tiled.values():
+            disown(tiled.parameter)
         self.views.closed = True
 
     def unwind(self) -> None:
@@ -342,6 +347,15 @@ class Hooks:
             self._close_before(unit)
         updater.run()
 
+    @contextmanager
+    def backward_of(self, unit: Unit) -> Iterator[None]:
+        """Within it, this unit's pages are there for a part of backward that no hook announces."""
+        self._enter_backward(unit, None)
+        try:
+            yield
+        finally:
+            self._leave_backward(unit, None)
+
     def _leave_backward(self, unit: Unit, gradients: Any) -> None:
         with self.door:
             while any(unit is other for other, _, _ in self._open):
@@ -355,6 +369,11 @@ class Hooks:
             ended, self._in_backward = self._in_backward, False
         if ended and self.updater is not None:
             self.updater.run()
+
+    def leave_backward(self) -> None:
+        """Leave the units that are open in backward."""
+        with self.door:
+            self._close_backward()
 
     def _close_backward(self) -> None:
         while self._open:

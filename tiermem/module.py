@@ -27,6 +27,7 @@ from tiermem.errors import ConfigError, PagingError
 from tiermem.planner.explanation import Explanation, Laps, explain
 from tiermem.resume import Resume
 from tiermem.runtime import Runtime
+from tiermem.tiling import Tile
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
@@ -343,7 +344,14 @@ class TieredModule(nn.Module):
         self._runtime.check_open()
         if self._compiled is not None:
             self._compiled.close()
-        outermost = [unit.module for unit in self._runtime.units if not (unit.resident or unit.outer)]
+        units = self._runtime.units
+        tiles = [
+            unit for unit in units if isinstance(unit.module, Tile)
+        ]  # units with tiles inside run as they are
+        apart = {unit.number for unit in tiles} | {number for unit in tiles for number in unit.outer}
+        outermost = [
+            unit.module for unit in units if not (unit.resident or unit.outer or unit.number in apart)
+        ]
         self._compiled = Compiled(outermost, settings)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TieredModule:
@@ -383,6 +391,7 @@ class TieredModule(nn.Module):
         there, or had to be waited for; ``prefetches`` begun, used, late and wasted (dropped unused);
         ``stall_seconds`` in all and by cause; ``nbytes_written_to_disk``; ``departures``: uses of units that the
         schedule had not foreseen; ``state_nbytes``: all pages, which is what a run that is not paged holds.
+        ``tiles``: the parameters that no budget holds whole, and in how many tiles each is.
         ``activations``, where they are paged: storages ``paged`` and ``kept`` in memory for want of room, with their
         bytes; ``peak_saved`` that graphs held at one time, and ``peak_in_memory``, what of it was in memory outside of
         the ``arena``.

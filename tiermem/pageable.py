@@ -7,7 +7,7 @@ against the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,10 +19,10 @@ MIN_BUFFER_NBYTES = 16 << 10
 """A smaller buffer isn't worth a fault."""
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a module's own, by their names in it, that go into pages."""
+def tensors_of(module: nn.Module, but: Container[int] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a module's own, by their names in it, that go into pages; ``but``: none with these ids."""
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.numel():
+        if parameter.numel() and id(parameter) not in but:
             yield name, parameter
     for name, buffer in module.named_buffers(recurse=False):
         if is_pageable(buffer):
@@ -46,9 +46,9 @@ def is_compute(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def nbytes_of(module: nn.Module) -> int:
-    """Bytes of all that a module and those below it have for pages, each tensor counted once."""
-    tensors = {id(tensor): tensor for each in module.modules() for _, tensor in tensors_of(each)}
+def nbytes_of(module: nn.Module, but: Container[int] = ()) -> int:
+    """Bytes of all that a module and those below it have for pages, each tensor counted once; see tensors_of."""
+    tensors = {id(tensor): tensor for each in module.modules() for _, tensor in tensors_of(each, but)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

@@ -112,6 +112,31 @@ class DeferredParameter(PagedParameter):
         return copy
 
 
+class TiledParameter(PagedParameter):
+    """A parameter in tiles: it has no bytes of its own, and no unit has it whole."""
+
+
+class TiledView(torch.Tensor):
+    """A parameter in tiles without autograd, or its gradient: what is written to it is written to the tiles."""
+
+    owner: Owner
+    of_gradient: bool
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+Face = TiledParameter | TiledView
+"""What a parameter in tiles shows of itself."""
+
+
 class PagedBuffer(torch.Tensor):
     """A buffer outside of its unit's forward. Its class changes; the object stays the same."""
 
@@ -178,7 +203,7 @@ _ESCAPES = {
 }  # fmt: skip
 """What lets memory out of our sight, where no pin could follow: it gets a copy."""
 
-_LAYOUT = {_Tensor.stride, _Tensor.is_contiguous}
+LAYOUT = {_Tensor.stride, _Tensor.is_contiguous}
 """What a parameter will answer again once its bytes are there."""
 
 _GET_GRAD = _getter("grad")
@@ -201,23 +226,26 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     tensors = list(_paged(args))
     if kwargs:
         tensors.extend(_paged(tuple(kwargs.values())))
-    owner = next((found for tensor in tensors if (found := _owners.get(id(tensor))) is not None), None)
+    owner = next((face_owner(tensor) for tensor in tensors if isinstance(tensor, Face)), None)
+    if owner is None:
+        owner = next((found for tensor in tensors if (found := _owners.get(id(tensor))) is not None), None)
     if owner is None:
         owner = next((_view_owner(tensor) for tensor in tensors if type(tensor) is PagedView), None)
     if owner is None:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if args and isinstance(args[0], PagedParameter | PagedBuffer) and id(args[0]) in _owners:
+        own_ = _owners[id(args[0])]
         if func == _GET_GRAD:
-            return owner.gradient(args[0])
+            return own_.gradient(args[0])
         if func == _SET_GRAD:
-            return owner.set_gradient(args[0], args[1])
+            return own_.set_gradient(args[0], args[1])
         if func == _DELETE_GRAD:
-            return owner.set_gradient(args[0], None)
+            return own_.set_gradient(args[0], None)
         if func == _SET_DATA:
-            return owner.set_data(args[0], args[1])
-        if func in _LAYOUT:
-            return func(owner.layout(args[0]), *args[1:], **kwargs)
+            return own_.set_data(args[0], args[1])
+        if func in LAYOUT:
+            return func(own_.layout(args[0]), *args[1:], **kwargs)
     if func in _ESCAPES:
         copy = owner.touch(
             _Tensor.clone, (args[0].detach() if args[0].requires_grad else args[0],), {}, tensors
@@ -229,12 +257,17 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _paged(values: Any) -> Iterator[torch.Tensor]:
     """Parameters, buffers and views of ours in nested arguments."""
     for value in values:
-        if isinstance(value, PagedParameter | PagedBuffer | PagedView):
+        if isinstance(value, PagedParameter | PagedBuffer | PagedView | TiledView):
             yield value
         elif isinstance(value, list | tuple):
             yield from _paged(value)
         elif isinstance(value, dict):
             yield from _paged(value.values())
+
+
+def face_owner(tensor: Face) -> Owner:
+    """Who has the parameter in tiles that this is, or is a view of."""
+    return tensor.owner if isinstance(tensor, TiledView) else _owners[id(tensor)]
 
 
 def _view_owner(tensor: torch.Tensor) -> Owner | None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,17 +21,18 @@ from tiermem.aio.memory import look
 from tiermem.commits import Commits
 from tiermem.config import Config, Size
 from tiermem.config import Tier as TierName
+from tiermem.cutting import cut_in_tiles, describe_tiles, ways_to_cut
 from tiermem.device import Device, available_nbytes, open_device
 from tiermem.disk import Disk, free_nbytes, weigh
 from tiermem.door import Door
 from tiermem.durable import DurableRun
-from tiermem.errors import ConfigError, PagingError, format_bytes
+from tiermem.errors import BudgetError, ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
 from tiermem.ledger import Ledger
 from tiermem.limits import measure_limits, rate_of
 from tiermem.membership import join_ranks, local_ranks, meet_peers
 from tiermem.page import ALIGNMENT, Kind, Page, padded
-from tiermem.pageable import is_compute, nbytes_of, nbytes_of_buffers
+from tiermem.pageable import is_compute, nbytes_of_buffers
 from tiermem.pager import Pager
 from tiermem.partition import ALONE
 from tiermem.policies import Ahead, eviction, prefetch
@@ -41,9 +42,11 @@ from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run,
 from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
+from tiermem.tiling import NOTHING, Tiling
 from tiermem.trace import POOL, AnyTrace, NullTrace, PageInfo, Reason, Trace
 from tiermem.transfer import Transfers
-from tiermem.unit import Group, Unit, build_units, find_units
+from tiermem.unit import Group, Unit, build_units
+from tiermem.whole import Whole
 
 log = logging.getLogger("tiermem")
 
@@ -84,6 +87,7 @@ class Runtime:
         self.queue: Queue | None = None
         self.notes: list[str] = []  # what is not as good as it could be, in words
         self.partition = ALONE
+        self.tiling = NOTHING  # which parameters are in tiles
         self.peers: Peers | None = None
         self.ranks: Ranks | None = None
         self._given_device = device
@@ -196,7 +200,7 @@ class Runtime:
             least = config.placement.activation_size.resolve(0)
             self.hooks.views.activations = Activations(tier, moves, self.device, self.door, least, sinking)
             stack.callback(self.hooks.views.activations.close)
-        self.adoption = Adoption(self.units, self.pager, disk, self.device, self.door)
+        self.adoption = Adoption(self.units, self.pager, disk, self.device, self.door, self.tiling)
         stack.push(self._undo)
         if self.run is not None and self.run.kept:
             self.adoption.resume()
@@ -224,6 +228,8 @@ class Runtime:
                             given.append((field.parameter, gradient))
         with self.door.hold():
             self.hooks.attach()
+            for tiled in self.tiling.tiled.values():
+                Whole(tiled, self.hooks, self.config.disk.folders[0]).attach()
             for parameter, _ in given:
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = None
@@ -266,17 +272,26 @@ class Runtime:
         device = self.device.torch_device
         resumed = self.run.layout if self.run is not None and self.run.kept else None
 
-        def build(modules: dict[str, nn.Module], numel: int) -> tuple[PageTable, list[Unit]]:
+        def build(
+            modules: dict[str, nn.Module], numel: int, tiling: Tiling = NOTHING
+        ) -> tuple[PageTable, list[Unit]]:
             table = PageTable()
             numel = numel if resumed is None else resumed["part_numel"]
             return table, build_units(
                 net, modules, table, dtype=dtype, device=device, part_numel=numel, sinks=sinks,
-                partition=self.partition,
+                partition=self.partition, tiling=tiling,
             )  # fmt: skip
 
         best = min(capacity, capacity if device_capacity is None else device_capacity) // 6
-        ways = ways_to_cut(net, config.policy.units, best) if resumed is None else units_of(net, resumed)
-        cut = budget.fit(ways, build, capacity, device_capacity, (overhead, buffers))
+        limits = (capacity, device_capacity, (overhead, buffers))
+        try:
+            ways = ways_to_cut(net, config.policy.units, best) if resumed is None else units_of(net, resumed)
+            cut = budget.fit(ways, build, *limits)
+        except BudgetError as error:
+            if self.run is not None or self.peers is not None:
+                raise
+            self.tiling, cut = cut_in_tiles(net, config.policy.units, dtype, error, build, *limits)
+            self.notes.extend(describe_tiles(self.tiling, error, self.budgets[error.tier]))
         self.table, self.units = cut.table, cut.units
         self.need = cut.host.nbytes
         self.part_numel = cut.part_numel if resumed is None else resumed["part_numel"]
@@ -529,6 +544,7 @@ class Runtime:
                 "steps": self.steps.number,
                 "tiers": tiers,
                 "state_nbytes": sum(page.nbytes for page in self.table),
+                "tiles": {tiled.name: len(tiled.tiles) for tiled in self.tiling.tiled.values()},
                 "activations": activations.stats() if activations is not None else None,
                 "links": {
                     "disk_to_host": counters.disk_to_host.by_name(),
@@ -578,16 +594,6 @@ def facts(page: Page, group: Group) -> dict[str, Any]:
             for f in group.fields
         ],
     }
-
-
-def ways_to_cut(net: nn.Module, patterns: Sequence[str], limit: int) -> Iterator[dict[str, nn.Module]]:
-    """Which modules could be units, with ``limit`` as the most bytes of one first, then with less, then with more."""
-    if patterns:
-        yield find_units(net, patterns, limit)
-        return
-    limits = [1 << power for power in range(12, nbytes_of(net).bit_length() + 1)]
-    for each in [limit, *(x for x in reversed(limits) if x < limit), *(x for x in limits if x > limit)]:
-        yield find_units(net, patterns, each)
 
 
 def pages_of(group: Group) -> list[Page]:

@@ -6,7 +6,7 @@ is small, or belongs to no unit, is together in the *resident* unit, which stays
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
@@ -22,10 +22,14 @@ from tiermem.parameter import classes_of
 from tiermem.partition import ALONE, Partition
 from tiermem.table import PageTable
 from tiermem.tier import Tier, aligned
+from tiermem.tiling import NOTHING, Tile, Tiling
 
 
 class Field(NamedTuple):
-    """One parameter's (or buffer's) place in the pages of its group: ``offset`` and ``numel`` in elements."""
+    """One parameter's (or buffer's) place in the pages of its group: ``offset`` and ``numel`` in elements.
+
+    ``whole``: the parameter that it is a tile of, which it has the elements of from number ``first`` on.
+    """
 
     name: str
     parameter: torch.Tensor
@@ -33,6 +37,13 @@ class Field(NamedTuple):
     numel: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    first: int = 0
+    whole: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter, or of the one that it is a tile of."""
+        return self.size if self.whole is None else tuple(self.whole.shape)
 
 
 class Part(NamedTuple):
@@ -106,6 +117,7 @@ class Group:
         self.unscale = 1.0  # by which gradients are multiplied in float32 when they are read: they are scaled
         self.versions = [field.parameter._version for field in fields]  # when last seen: a user's write shows
         self.stale: set[int] = set()  # fields that a user wrote: their master weights must follow
+        self.aside: Page | None = None  # gradients of earlier backwards, while one adds up its own
         self.num_open = 0  # units between enter and exit that use these parameters
         # (address of the slab, offset of the frame) that the parameters view; at first it is memory of their own.
         self._bound: tuple[int, int] | None = (0, 0)
@@ -208,23 +220,25 @@ class Unit:
         return [group.gradient for group in self.groups if group.gradient is not None]
 
 
-def find_units(net: nn.Module, patterns: Sequence[str], limit: int) -> dict[str, nn.Module]:
+def find_units(
+    net: nn.Module, patterns: Sequence[str], limit: int, but: Container[int] = ()
+) -> dict[str, nn.Module]:
     """The modules that are units, by name, in the module tree's order; the root is never among them.
 
     With ``patterns``, those whose qualified names match one (``*`` stands for one level). Without, a module is a unit
     when it is one of several of a kind in a list, has parameters of its own, or has nothing below it, as long as its
     parameters take no more than ``limit`` bytes; a larger one is looked into. Modules so small that paging them makes
-    no sense are left to the resident unit.
+    no sense are left to the resident unit. ``but``: the ids of parameters that are in tiles, and don't count.
     """
     if patterns:
         return _matching(net, patterns)
     found: dict[str, nn.Module] = {}
-    _look(net, "", limit, found)
-    total = nbytes_of(net)
+    _look(net, "", limit, found, but)
+    total = nbytes_of(net, but)
     # A module below 1/256 of the model isn't worth a fault, as long as all of these together stay small.
     allowance = total // 16
-    for name, module in sorted(found.items(), key=lambda item: nbytes_of(item[1])):
-        nbytes = nbytes_of(module)
+    for name, module in sorted(found.items(), key=lambda item: nbytes_of(item[1], but)):
+        nbytes = nbytes_of(module, but)
         if nbytes * 256 > total or nbytes > allowance:
             break
         allowance -= nbytes
@@ -256,23 +270,23 @@ def _matched(pattern: str, names: Collection[str]) -> set[str]:
     return {name for name, each in split if len(each) == len(levels) and all(map(fnmatchcase, each, levels))}
 
 
-def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module]) -> None:
-    children = [(key, child) for key, child in module.named_children() if nbytes_of(child)]
+def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module], but: Container[int]) -> None:
+    children = [(key, child) for key, child in module.named_children() if nbytes_of(child, but)]
     kinds = [type(child) for _, child in children]
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     for key, child in children:
         path = f"{name}.{key}" if name else key
-        below = [inner for inner in child.children() if nbytes_of(inner)]
-        own = next(tensors_of(child), None) is not None
+        below = [inner for inner in child.children() if nbytes_of(inner, but)]
+        own = next(tensors_of(child, but), None) is not None
         whole = own or not below or (is_list and kinds.count(type(child)) > 1)
         if (
             whole
-            and (nbytes_of(child) <= limit or not below)
+            and (nbytes_of(child, but) <= limit or not below)
             and not isinstance(child, nn.ModuleList | nn.ModuleDict)
         ):
             found[path] = child
         else:
-            _look(child, path, limit, found)
+            _look(child, path, limit, found, but)
 
 
 def build_units(
@@ -286,13 +300,15 @@ def build_units(
     sinks: dict[Kind, bool],
     meta: bool = False,
     partition: Partition = ALONE,
+    tiling: Tiling = NOTHING,
 ) -> list[Unit]:
     """The units of ``net`` with their groups, and their pages in ``table``; nothing is moved yet.
 
     ``dtype``: the compute dtype of floating-point parameters (None: their own; those of 8 bits keep theirs);
     ``device``: where they compute.
     ``part_numel``: the most elements of one page of optimizer state. ``sinks``: which kinds may go to the disk.
-    ``meta``: parameters may be without data, for who only plans. ``partition``: this rank's share.
+    ``meta``: parameters may be without data, for who only plans. ``partition``: this rank's share. ``tiling``: which
+    parameters are in tiles, which are units among ``modules``.
     """
     units = [Unit(0, "(resident)", net)]
     units += [Unit(number, name, module) for number, (name, module) in enumerate(modules.items(), 1)]
@@ -301,12 +317,15 @@ def build_units(
     names: dict[int, str] = {}
     members: dict[int, list[torch.Tensor]] = {unit.number: [] for unit in units}
     for unit, path, module in _walk(net, "", units[0], by_module, set()):
-        for key, parameter in tensors_of(module):
+        for key, parameter in tensors_of(module, tiling.tiled):
             if id(parameter) not in owner:
                 admit(parameter, f"{path}.{key}" if path else key, meta)
                 owner[id(parameter)] = unit
                 names[id(parameter)] = f"{path}.{key}" if path else key
                 members[unit.number].append(parameter)
+    for unit in units:
+        if isinstance(unit.module, Tile):
+            members[unit.number].append(unit.module.values)
     home: dict[int, Group] = {}
     number = 0
     for unit in units:
@@ -315,9 +334,10 @@ def build_units(
             of = dtype if dtype is not None and is_compute(parameter.dtype) else parameter.dtype
             batches.setdefault((of, parameter.requires_grad), []).append(parameter)
         for (of, trainable), parameters in batches.items():
-            group = _group(
-                unit, parameters, names, of, trainable, device, table, part_numel, sinks, partition
+            fields = (
+                _fields(parameters, names, of) if not isinstance(unit.module, Tile) else [_tile(unit.module)]
             )
+            group = _group(unit, fields, of, trainable, device, table, part_numel, sinks, partition)
             unit.groups.append(group)
             home.update((id(parameter), group) for parameter in parameters)
             # Numbers of pages differ from rank to rank, where slices have other numbers of parts.
@@ -328,7 +348,7 @@ def build_units(
     for unit in units:
         uses = dict.fromkeys(unit.groups)
         if not unit.resident:
-            inside = (p for m in _own_modules(unit.module, by_module) for _, p in tensors_of(m))
+            inside = (p for m in _own_modules(unit.module, by_module) for _, p in tensors_of(m, tiling.tiled))
             uses |= dict.fromkeys(home[id(parameter)] for parameter in inside)
         unit.uses = [group for group in uses if unit.resident or group.unit != 0]
     outer: dict[int, set[int]] = {id(unit.module): set() for unit in units[1:]}
@@ -336,6 +356,9 @@ def build_units(
         for module in unit.module.modules():
             if module is not unit.module and id(module) in outer:
                 outer[id(module)].add(unit.number)
+        for owner_ in tiling.owners_of(unit.module):
+            around = {each.number for each in units[1:] if owner_ in each.module.modules()}
+            outer[id(unit.module)] |= around
     for unit in units[1:]:
         unit.outer = frozenset(outer[id(unit.module)])
     return units
@@ -361,18 +384,7 @@ def _own_modules(module: nn.Module, by_module: dict[int, Unit]) -> Iterator[nn.M
             yield from _own_modules(child, by_module)
 
 
-def _group(
-    unit: Unit,
-    parameters: Sequence[torch.Tensor],
-    names: dict[int, str],
-    dtype: torch.dtype,
-    trainable: bool,
-    device: torch.device,
-    table: PageTable,
-    part_numel: int,
-    sinks: dict[Kind, bool],
-    partition: Partition,
-) -> Group:
+def _fields(parameters: Sequence[torch.Tensor], names: dict[int, str], dtype: torch.dtype) -> list[Field]:
     fields = []
     offset = 0
     for parameter in parameters:
@@ -381,6 +393,28 @@ def _group(
         stride = tuple(parameter.stride())
         fields.append(Field(names[id(parameter)], parameter, offset, numel, size, stride))
         offset += aligned(numel, dtype)
+    return fields
+
+
+def _tile(tile: Tile) -> Field:
+    rows, width = tile.values.shape
+    return Field(
+        tile.name, tile.values, 0, rows * width, (rows, width), (width, 1), tile.start * width, tile.whole
+    )
+
+
+def _group(
+    unit: Unit,
+    fields: Sequence[Field],
+    dtype: torch.dtype,
+    trainable: bool,
+    device: torch.device,
+    table: PageTable,
+    part_numel: int,
+    sinks: dict[Kind, bool],
+    partition: Partition,
+) -> Group:
+    offset = fields[-1].offset + aligned(fields[-1].numel, dtype)
 
     def page(kind: Kind, of: torch.dtype, numel: int, alignment: int = ALIGNMENT) -> Page:
         return table.add(unit.number, kind, of, numel, sinks=sinks[kind], alignment=alignment)
@@ -408,6 +442,8 @@ def _group(
         ends = [(field.offset + field.numel) * dtype.itemsize for field in fields]
         starts = [field.offset * dtype.itemsize for field in fields[1:]] + [gradient.nbytes]
         gradient.gaps = tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+        if fields[0].whole is not None:
+            gradient.gaps = None  # it may be all zeros: rows that nobody looked up
     group.first, last = partition.own(offset, dtype)
     if trainable and group.first < last:
         # Parts of equal size, so that the frames of one are as good for another's pages.

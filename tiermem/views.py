@@ -38,13 +38,23 @@ class Saved:
 
     __slots__ = ("dtype", "page", "size", "start", "stride", "version")
 
-    def __init__(self, page: Page, start: int, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, page: Page, start: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+    ) -> None:
         self.page = page
         self.start = start  # bytes into the page
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
+        self.dtype = dtype
+        self.size = size
+        self.stride = stride
         self.version = page.version
+
+    @staticmethod
+    def of(group: Group, index: int) -> Saved:
+        """One parameter of a group, as it is now."""
+        field = group.fields[index]
+        return Saved(
+            group.parameter, field.offset * group.dtype.itemsize, group.dtype, field.size, field.stride
+        )
 
 
 class StandIn(torch.Tensor):
@@ -246,7 +256,7 @@ class Views:
         with self.door:
             offset = int(tensor.storage_offset()) * tensor.element_size()
             frame = tier.slab.frame_at(offset)
-            return Saved(frame.page, offset - frame.offset, tensor)
+            return Saved(frame.page, offset - frame.offset, tensor.dtype, tensor.size(), tensor.stride())
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps instead of ``tensor``: where it is in its page, if it looks into a frame."""

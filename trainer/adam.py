@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
-from tiermem.trainer.base import Exact, PagingOptimizer
+from tiermem.trainer.base import Exact, PagingOptimizer, pieces_of
 from tiermem.trainer.during import DuringBackward
 from tiermem.trainer.kernel import Hyper, Kernel
 from tiermem.trainer.moments import AdamUpdate
@@ -163,13 +163,14 @@ class Adam(PagingOptimizer):
         """
         self._find_paged()
         update = self._update_of(parameter)
-        return update.updates_of(parameter) if isinstance(update, AdamUpdate) else None
+        return update.updates_of(pieces_of(parameter)[0]) if isinstance(update, AdamUpdate) else None
 
     def set_updates(self, parameter: Tensor, count: int) -> None:
         """Say how many updates the state has had that somebody wrote into a parameter's pages."""
         update = self._update_of(parameter)
         if isinstance(update, AdamUpdate):
-            update.set_updates(parameter, count)
+            for piece in pieces_of(parameter):
+                update.set_updates(piece, count)
 
     def _update_for(self, owner: Hooks) -> AdamUpdate:
         known = self._paged.get(owner)

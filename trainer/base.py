@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -18,6 +19,20 @@ from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
 from tiermem.trainer.update import Update
+from tiermem.whole import Whole
+
+
+def hooks_of(p: Tensor) -> Hooks | None:
+    """The wrapped model that pages this parameter, whole or in tiles; None for an ordinary one."""
+    owner = owner_of(p)
+    owner = owner.hooks if isinstance(owner, Whole) else owner
+    return owner if isinstance(owner, Hooks) else None
+
+
+def pieces_of(p: Tensor) -> list[Tensor]:
+    """The tiles of a parameter that is in tiles, which have pages each; any other is all there is of it."""
+    owner = owner_of(p)
+    return [*owner.pieces] if isinstance(owner, Whole) else [p]
 
 
 class PagingOptimizer(Optimizer):
@@ -90,7 +105,7 @@ class PagingOptimizer(Optimizer):
             for p in group["params"]:
                 update = self._update_of(p)
                 if update is not None:
-                    update.write(p, self.state.pop(p, {}))
+                    self._write(update, p, self.state.pop(p, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with full tensors; those of paged parameters are copies, page by page.
@@ -106,7 +121,7 @@ class PagingOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 update = self._update_of(p)
-                state = readers[update](p) if update is not None else None
+                state = _read(readers[update], p) if update is not None else None
                 if state:
                     result["state"][numbers[id(p)]] = state
         return result
@@ -120,36 +135,66 @@ class PagingOptimizer(Optimizer):
             )
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
-                owner = owner_of(p)
-                if isinstance(owner, Hooks) and self._update_of(p) is None and owner.home[id(p)][0].trainable:
+                hooks = hooks_of(p)
+                if hooks is not None and self._update_of(p) is None and _trainable(hooks, p):
                     self._take_paged(number)
                     break
 
     def _take_paged(self, number: int) -> None:
         paged: dict[Hooks, list[Tensor]] = {}
         for p in self.param_groups[number]["params"]:
-            owner = owner_of(p)
-            if isinstance(owner, Hooks) and self._update_of(p) is None:
-                if not owner.home[id(p)][0].trainable and p.requires_grad:
+            hooks = hooks_of(p)
+            if hooks is not None and self._update_of(p) is None:
+                if not _trainable(hooks, p) and p.requires_grad:
                     raise ValueError(
                         f"a parameter of shape {tuple(p.shape)} was frozen when its model was wrapped, so it has no "
                         "pages for gradient and state: set requires_grad before wrapping"
                     )
                 if p.requires_grad:
                     self._admit(p)
-                if owner.home[id(p)][0].trainable:
-                    paged.setdefault(owner, []).append(p)
-        for owner, parameters in paged.items():
-            update = self._update_for(owner)
-            update.add(parameters, number)
+                if _trainable(hooks, p):
+                    paged.setdefault(hooks, []).append(p)
+        for hooks, parameters in paged.items():
+            update = self._update_for(hooks)
+            update.add([piece for p in parameters for piece in pieces_of(p)], number)
             for p in parameters:
                 if self.state.get(p):
-                    update.write(p, self.state.pop(p))  # from updates before it was wrapped
+                    self._write(update, p, self.state.pop(p))  # from updates before it was wrapped
 
     def _update_of(self, p: Tensor) -> Update | None:
-        owner = owner_of(p)
-        update = self._paged.get(owner) if isinstance(owner, Hooks) else None
-        return update if update is not None and id(p) in update.settings else None
+        hooks = hooks_of(p)
+        update = self._paged.get(hooks) if hooks is not None else None
+        return update if update is not None and id(pieces_of(p)[0]) in update.settings else None
+
+    def _write(self, update: Update, p: Tensor, state: dict[str, Any]) -> None:
+        """Give a parameter its state: to each of its tiles, if it is in tiles, the rows of it."""
+        pieces, start = pieces_of(p), 0
+        for piece in pieces:
+            rows = slice(start, start + len(piece)) if len(pieces) > 1 else ...
+            update.write(piece, {name: _part(value, p, rows) for name, value in state.items()})
+            start += len(piece) if piece.ndim else 0
+
+
+def _trainable(hooks: Hooks, p: Tensor) -> bool:
+    return hooks.home[id(pieces_of(p)[0])][0].trainable
+
+
+def _part(value: Any, p: Tensor, rows: Any) -> Any:
+    return value[rows] if isinstance(value, Tensor) and value.shape == p.shape and rows is not ... else value
+
+
+def _read(reader: Callable[[Tensor], dict[str, Any]], p: Tensor) -> dict[str, Any]:
+    """The state of a parameter; of one in tiles, that of all of them as one."""
+    states = [reader(piece) for piece in pieces_of(p)]
+    if len(states) == 1:
+        return states[0]
+    result = {}
+    for name in list(states[0]):
+        parts = [state.pop(name) for state in states]
+        first = parts[0]
+        alike = isinstance(first, Tensor) and first.shape[1:] == p.shape[1:] and first.ndim == p.ndim
+        result[name] = torch.cat(parts) if alike else first
+    return result
 
 
 @dataclass(frozen=True, slots=True)

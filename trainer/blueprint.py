@@ -64,8 +64,8 @@ class Blueprint:
                 "If it draws random numbers and is elementwise otherwise, say elementwise=True)"
             )
 
-    def require_elementwise(self, world: int, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError where an update of slices isn't that of the whole tensor; ``world`` ranks have slices."""
+    def require_elementwise(self, reason: str, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError where an update of slices isn't that of the whole tensor; ``reason``: why it is asked."""
         if self._elementwise:
             return
         why = "elementwise=False says so"
@@ -81,9 +81,8 @@ class Blueprint:
                     return
                 why = "a small tensor and its two halves were updated to different numbers"
         raise ValueError(
-            f"{self.name} doesn't update every element on its own ({why}), and {world} ranks have slices of the "
-            "parameters only: use ranks.stage = 0, where each rank updates all of them, or, if it is elementwise after "
-            "all, say elementwise=True"
+            f"{self.name} doesn't update every element on its own ({why}), and {reason}, or, if it is elementwise "
+            "after all, say elementwise=True"
         )
 
     def state_dtypes(self, settings: Mapping[str, Any], dtype: torch.dtype) -> list[torch.dtype]:

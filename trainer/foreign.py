@@ -47,10 +47,20 @@ class ForeignUpdate(StatefulUpdate):
         """
         settings = settings_of(self._owned().param_groups[setting])
         self._blueprint.require_separate(settings)
-        if self.sliced:
-            self._blueprint.require_elementwise(self.hooks.reduction.partition.world, settings)
-        super().add(parameters, setting)
         groups = dict.fromkeys(self.hooks.home[id(parameter)][0] for parameter in parameters)
+        if self.sliced:
+            self._blueprint.require_elementwise(
+                f"{self.hooks.reduction.partition.world} ranks have slices of the parameters only: use ranks.stage = "
+                "0, where each rank updates all of them",
+                settings,
+            )
+        tile = next((group.fields[0].name for group in groups if group.fields[0].whole is not None), None)
+        if tile is not None:
+            self._blueprint.require_elementwise(
+                f"a parameter is updated a tile at a time, {tile} for one: raise host.budget until it fits whole",
+                settings,
+            )
+        super().add(parameters, setting)
         dtypes = {
             dtype: self._blueprint.state_dtypes(settings, dtype)
             for dtype in {group.dtype for group in groups}

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
-from tiermem.trainer.base import Exact, PagingOptimizer
+from tiermem.trainer.base import Exact, PagingOptimizer, hooks_of, pieces_of
 from tiermem.trainer.blueprint import Blueprint
 from tiermem.trainer.foreign import ForeignUpdate, settings_of
 from tiermem.trainer.state import Facts
@@ -119,15 +119,20 @@ class Paged(PagingOptimizer):
     def facts(self) -> dict[int, Facts]:
         """What there is of state for parameters whose state is in pages, by their ids. All ranks must ask."""
         self._find_paged()
-        return {
+        facts = {
             identity: each for update in self._paged.values() for identity, each in update.facts().items()
         }
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if len(pieces_of(p)) > 1 and id(pieces_of(p)[0]) in facts:
+                facts[id(p)] = facts[id(pieces_of(p)[0])]
+        return facts
 
     def set_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Take over the state of one paged parameter; one that was frozen when its model was wrapped has none."""
         update = self._update_of(parameter)
         if update is not None:
-            update.write(parameter, {name: _cast(value, parameter, name) for name, value in state.items()})
+            cast = {name: _cast(value, parameter, name) for name, value in state.items()}
+            self._write(update, parameter, cast)
 
     def _update_for(self, owner: Hooks) -> ForeignUpdate:
         return self._paged.get(owner) or self._paged.setdefault(
@@ -159,7 +164,7 @@ def _stood_in(each: Any) -> Any:
         return {**each, "params": [_stood_in(param) for param in each["params"]]}
     if isinstance(each, tuple):
         return (each[0], _stood_in(each[1]))
-    if isinstance(each, Tensor) and isinstance(owner_of(each), Hooks):
+    if isinstance(each, Tensor) and hooks_of(each) is not None:
         return nn.Parameter(torch.zeros((1,) * each.ndim, dtype=each.dtype), requires_grad=each.requires_grad)
     return each
 

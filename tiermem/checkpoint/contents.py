@@ -128,25 +128,30 @@ class StatefulPages(Protocol):
 class Contents:
     """The tensors of ``net``, whose paged parameters ``runtime`` has (None: none are paged).
 
-    ``paged``: parameters and packed buffers in pages, by name; ``buffers``: which of these are buffers; ``plain``:
-    tensors that are in no page, most buffers among them; ``tied``: the other names of a tensor and its first.
+    ``paged``: parameters and packed buffers in pages, by name, each in one place, or one for each tile; ``buffers``:
+    which of these are buffers; ``plain``: tensors that are in no page, most buffers among them; ``tied``: the other
+    names of a tensor and its first.
     """
 
     def __init__(self, net: nn.Module, runtime: Runtime | None) -> None:
-        self.paged: dict[str, Place] = {}
+        self.paged: dict[str, list[Place]] = {}
         self.buffers: set[str] = set()
         self.plain: dict[Key, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
         self.names: dict[int, str] = {}  # id of a parameter -> its first name
         self.partition = runtime.partition if runtime is not None and not runtime.closed else ALONE
         home = runtime.hooks.home if runtime is not None and not runtime.closed else {}
+        tiled = runtime.hooks.tiled if runtime is not None and not runtime.closed else {}
         for name, parameter in net.named_parameters(remove_duplicate=False):
             if id(parameter) in self.names:
                 self.tied[name] = self.names[id(parameter)]
                 continue
             self.names[id(parameter)] = name
             if id(parameter) in home:
-                self.paged[name] = Place(*home[id(parameter)], Kind.PARAMETER)
+                self.paged[name] = [Place(*home[id(parameter)], Kind.PARAMETER)]
+            elif id(parameter) in tiled:
+                homes = [home[id(tile.values)] for tile in tiled[id(parameter)].tiles]
+                self.paged[name] = [Place(*each, Kind.PARAMETER) for each in homes]
             elif owner_of(parameter) is not None:
                 raise CheckpointError(
                     f"{name} is paged by another TieredModule than the one that is saved or loaded: use that one"
@@ -160,20 +165,20 @@ class Contents:
             else:
                 first[id(buffer)] = name
                 if id(buffer) in home:
-                    self.paged[name] = Place(*home[id(buffer)], Kind.PARAMETER)
+                    self.paged[name] = [Place(*home[id(buffer)], Kind.PARAMETER)]
                     self.buffers.add(name)
                 else:
                     self.plain[Key(BUFFERS, name)] = buffer.detach()
 
     def keep(self, only: Callable[[str], bool]) -> None:
         """Leave out every tensor whose name ``only`` refuses."""
-        self.paged = {name: place for name, place in self.paged.items() if only(name)}
+        self.paged = {name: places for name, places in self.paged.items() if only(name)}
         self.plain = {key: tensor for key, tensor in self.plain.items() if only(key.name)}
         self.tied = {alias: name for alias, name in self.tied.items() if only(name)}
 
     def groups(self) -> dict[int, Group]:
         """The groups of all paged parameters, in the order of the units, by their ids."""
-        return {id(place.group): place.group for place in self.paged.values()}
+        return {id(place.group): place.group for places in self.paged.values() for place in places}
 
 
 def _persistent(net: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -133,8 +133,8 @@ def optimizer_problems(
 def targets(contents: Contents) -> dict[str, Target]:
     """Every tensor of a model by name, tied ones once."""
     result = {
-        name: Target(place.field.size, place._replace(kind=Kind.PARAMETER).dtype)
-        for name, place in contents.paged.items()
+        name: Target(places[0].field.shape, places[0]._replace(kind=Kind.PARAMETER).dtype)
+        for name, places in contents.paged.items()
     }
     for key, tensor in contents.plain.items():
         result[key.name] = Target(tuple(tensor.shape), tensor.dtype)

@@ -95,15 +95,21 @@ class Inventory:
         }
         if optimizer is not None:
             self._documents[OPTIMIZER] = {"param_groups": optimizer.groups, "state": optimizer.scalars}
-        for name, place in contents.paged.items():
-            self._add_place(
-                name,
-                BUFFERS if name in contents.buffers else PARAMETERS,
-                place,
-                optimizer.updates.get(name, 0) if optimizer is not None else 0,
-                optimizer.states.get(name, {}) if optimizer is not None else {},
-            )
-        problems = [
+        problems = []
+        for name, places in contents.paged.items():
+            for place in places:
+                self._add_place(
+                    name,
+                    BUFFERS if name in contents.buffers else PARAMETERS,
+                    place,
+                    optimizer.updates.get(name, 0) if optimizer is not None else 0,
+                    optimizer.states.get(name, {}) if optimizer is not None else {},
+                )
+            if len(places) > 1 and settings.compression != "none":
+                problems.append(
+                    f"{name} is in tiles, whose edges aren't those of compressed chunks: save without compression="
+                )
+        problems += [
             problem for key, tensor in self.plain.items() if (problem := self._add_plain(key, tensor))
         ]
         if problems:
@@ -126,9 +132,9 @@ class Inventory:
             state = kind if isinstance(kind, str) else STATE.get(kind)
             key = Key(where if state is None else f"{OPTIMIZER}/{state}", name)
             self.places.setdefault((id(place.group), kind), {})[place.number] = key
-            order = order_of(place.field.size, place.field.stride)
+            order = order_of(place.field.shape, place.field.stride)
             assert order is not None, "adoption refuses parameters with gaps"
-            self.arrays[key] = self._array(dtype, place.field.size, order)
+            self.arrays[key] = self._array(dtype, place.field.shape, order)
 
     def _add_plain(self, key: Key, tensor: torch.Tensor) -> str | None:
         if (
@@ -152,8 +158,8 @@ class Inventory:
         found = []
         for key, group in self.groups.items():
             page = group.parameter
-            if base.versions.get(page.number) != page.version:
-                continue
+            if base.versions.get(page.number) != page.version or group.fields[0].whole is not None:
+                continue  # an array that several groups write to is none to share
             for each in self.places[key, Kind.PARAMETER].values():
                 ours = array_document(self.arrays[each], self.settings.compression)
                 try:

@@ -60,7 +60,11 @@ class Loading:
         self._optimizer = optimizer
         self._match = Match(source, contents)
         # "" for what isn't in a state dict: buffers that are not persistent
-        self._names = {(id(place.group), place.number): name for name, place in contents.paged.items()}
+        self._names = {
+            (id(place.group), place.number): name
+            for name, places in contents.paged.items()
+            for place in places
+        }
         self._updates: dict[str, int] = {}  # of parameters whose state goes into pages
         self._parameters: dict[str, torch.Tensor] = {}  # these parameters
 
@@ -204,9 +208,10 @@ class Loading:
                     place = _place(runtime, stretch, low, high)
                     if index in keys:
                         field = group.fields[index]
-                        order = order_of(field.size, field.stride)
+                        order = order_of(field.shape, field.stride)
                         assert order is not None
-                        read_into(self._source, keys[index], low - field.offset, place, field.size, order)
+                        first = field.first + low - field.offset
+                        read_into(self._source, keys[index], first, place, field.shape, order)
                     else:
                         place.zero_()
                 done = True

@@ -88,7 +88,9 @@ class Saves:
         with meeting:
             updates = state.updates if state is not None else {}
             meeting.fact = [
-                name for name, place in contents.paged.items() if has_master(place, updates.get(name, 0))
+                name
+                for name, places in contents.paged.items()
+                if any(has_master(place, updates.get(name, 0)) for place in places)
             ]
         # A rank knows of those that its slices are of.
         masters = {name for names in meeting.facts for name in names}

@@ -244,7 +244,8 @@ class Saving:
                     if named != begun:
                         begun = named
                         writer.begin(self._folder / path_of(named), self._inventory.arrays[named])
-                    writer.put(start - field.offset, data[(start - low) * size : (stop - low) * size])
+                    at = field.first + start - field.offset
+                    writer.put(at, data[(start - low) * size : (stop - low) * size])
 
     def _pieces(self, group: Group, kind: What, indices: list[int]) -> Iterator[Piece]:
         """The windows of a group's pages of one kind that hold elements of these fields."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tiermem import budget
+from tiermem.cutting import ways_to_cut
 from tiermem.errors import BudgetError, format_bytes
 from tiermem.page import Kind
 from tiermem.parts import part_numel
@@ -27,7 +28,6 @@ from tiermem.plans import Area, Plans
 from tiermem.policies import Ahead, Plan, Schedule, eviction
 from tiermem.policies.compiler import LINK
 from tiermem.policies.timeline import Link, play
-from tiermem.runtime import ways_to_cut
 from tiermem.table import PageTable
 from tiermem.tier import Tier
 from tiermem.unit import Unit, build_units
