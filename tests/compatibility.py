@@ -35,7 +35,7 @@ ORDER = [
     "PEFT",
     "Frozen and quantised weights",
     "Autograd",
-    "Tiles",
+    "Parameters in tiles",
     "torch.compile",
     "Trainers",
 ]

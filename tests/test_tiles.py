@@ -71,7 +71,9 @@ def exact() -> bool:
 # -- the numbers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.compatible("Tiles", "Linear and Embedding", "training")
+@pytest.mark.compatible(
+    "Parameters in tiles", "weights of Linear and Embedding, float32, where products can be made in steps", ""
+)
 @pytest.mark.parametrize("three", [False, True], ids=["cpu", "three-tiers"])
 @pytest.mark.parametrize("kind", ["separate", "tied", "checkpoint", "frozen"])
 def test_training_is_that_of_the_model_in_one_piece(kind: str, three: bool, wrap: Wrap) -> None:
@@ -107,6 +109,9 @@ def test_a_product_in_tiles_has_the_bits_of_the_product() -> None:
     assert torch.equal(total, whole) if exact() else torch.allclose(total, whole, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.compatible(
+    "Parameters in tiles", "the same in bfloat16, but for the gradient of a Linear's input", ""
+)
 @pytest.mark.parametrize("three", [False, True], ids=["cpu", "three-tiers"])
 def test_half_precision_is_equal_but_for_the_input_s_gradient(three: bool, wrap: Wrap) -> None:
     plain = build(case(), torch.bfloat16)
@@ -213,6 +218,7 @@ def test_it_is_one_parameter(wrap: Wrap) -> None:
     model.head.weight = model.table.weight  # as transformers ties them
 
 
+@pytest.mark.compatible("Parameters in tiles", "other functions of the weight, with autograd", "", "refused")
 def test_what_would_be_lost_or_wrong_is_refused(wrap: Wrap) -> None:
     model = wrap(build(case()), host=BUDGET)
     weight = model.table.weight
@@ -225,6 +231,8 @@ def test_what_would_be_lost_or_wrong_is_refused(wrap: Wrap) -> None:
         weight.t()[:, 3].mul_(2)
     with pytest.raises(tiermem.PagingError, match=r"table\.weight is in tiles.*autograd can follow it"):
         (weight * weight).sum()
+    with pytest.raises(tiermem.PagingError, match="autograd can follow it"):
+        torch.linalg.vector_norm(weight)
     with pytest.raises(tiermem.PagingError, match="autograd can follow it"):
         torch.randn(3, WIDTH) @ weight.t()
     with pytest.raises(tiermem.PagingError, match="max_norm or sparse"):
@@ -260,7 +268,7 @@ def test_gradients(wrap: Wrap) -> None:
     assert b.grad is None
 
 
-@pytest.mark.compatible("Tiles", "F.linear and F.embedding with the weight, from anywhere", "training")
+@pytest.mark.compatible("Parameters in tiles", "F.linear and F.embedding with the weight, from anywhere", "")
 def test_functions_from_anywhere(wrap: Wrap) -> None:
     class Outside(Net):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -337,6 +345,7 @@ def test_during_backward(wrap: Wrap) -> None:
         assert_equal(expected, found)
 
 
+@pytest.mark.compatible("Parameters in tiles", "checkpoints, to and from a model in one piece", "")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_checkpoints_between_pieces_and_tiles(dtype: torch.dtype, wrap: Wrap, tmp_path: Path) -> None:
     tiles = wrap(build(case(), dtype), host=BUDGET)
@@ -385,6 +394,7 @@ def test_deferred_and_pretrained(wrap: Wrap, disk: Path, tmp_path: Path) -> None
         loaded.close(restore=False)
 
 
+@pytest.mark.compatible("Parameters in tiles", "parameters of other modules; durable runs", "", "refused")
 def test_what_can_t_be_tiled_is_refused_by_name(disk: Path) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

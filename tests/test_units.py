@@ -13,8 +13,8 @@ import tiermem
 from tests.conftest import Wrap
 from tests.models import BY_NAME, CASES, GPT, Albert, Block, ConvNet
 from tests.parity import adamw, assert_equal, build, reference, train
+from tiermem.cutting import find_units
 from tiermem.pageable import is_dense
-from tiermem.unit import find_units
 
 ROOMY = 1 << 30
 

@@ -1,20 +1,93 @@
-"""Cutting: which modules could be units, and which weights must be in tiles, so that a model fits its budgets."""
+"""Cutting: which modules could be units, and which weights must be in tiles, so that a model fits its budgets.
+
+Units are found by what a model looks like (repeated blocks, embeddings, heads), or by patterns of module names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
 from torch import nn
 
 from tiermem import budget
-from tiermem.errors import BudgetError, format_bytes
+from tiermem.errors import BudgetError, ConfigError, format_bytes
 from tiermem.page import ALIGNMENT
-from tiermem.pageable import nbytes_of
+from tiermem.pageable import nbytes_of, tensors_of
 from tiermem.table import PageTable
 from tiermem.tiling import Tiling, tile
-from tiermem.unit import Unit, find_units
+from tiermem.unit import Unit
+
+
+def find_units(
+    net: nn.Module, patterns: Sequence[str], limit: int, but: Container[int] = ()
+) -> dict[str, nn.Module]:
+    """The modules that are units, by name, in the module tree's order; the root is never among them.
+
+    With ``patterns``, those whose qualified names match one (``*`` stands for one level). Without, a module is a unit
+    when it is one of several of a kind in a list, has parameters of its own, or has nothing below it, as long as its
+    parameters take no more than ``limit`` bytes; a larger one is looked into. Modules so small that paging them makes
+    no sense are left to the resident unit. ``but``: the ids of parameters that are in tiles, and don't count.
+    """
+    if patterns:
+        return _matching(net, patterns)
+    found: dict[str, nn.Module] = {}
+    _look(net, "", limit, found, but)
+    total = nbytes_of(net, but)
+    # A module below 1/256 of the model isn't worth a fault, as long as all of these together stay small.
+    allowance = total // 16
+    for name, module in sorted(found.items(), key=lambda item: nbytes_of(item[1], but)):
+        nbytes = nbytes_of(module, but)
+        if nbytes * 256 > total or nbytes > allowance:
+            break
+        allowance -= nbytes
+        del found[name]
+    return {name: module for name, module in net.named_modules() if name in found}
+
+
+def _matching(net: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    modules = {name: module for name, module in net.named_modules(remove_duplicate=False) if name}
+    matched = {pattern: _matched(pattern, modules) for pattern in patterns}
+    idle = [pattern for pattern, names in matched.items() if not names]
+    if idle:
+        names = ", ".join(list(modules)[:8])
+        raise ConfigError(
+            f"policy.units: {idle!r} match no module; there are {names}, ... (* stands for one level)"
+        )
+    wanted = set().union(*matched.values())
+    matching = {name: module for name, module in modules.items() if name in wanted}
+    first = {id(module): name for name, module in reversed(matching.items())}
+    return {name: module for name, module in matching.items() if first[id(module)] == name}
+
+
+def _matched(pattern: str, names: Collection[str]) -> set[str]:
+    """Those of the qualified names that the pattern, level by level, matches."""
+    if not any(letter in pattern for letter in "*?["):
+        return {pattern} if pattern in names else set()
+    levels = pattern.split(".")
+    split = ((name, name.split(".")) for name in names)
+    return {name for name, each in split if len(each) == len(levels) and all(map(fnmatchcase, each, levels))}
+
+
+def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module], but: Container[int]) -> None:
+    children = [(key, child) for key, child in module.named_children() if nbytes_of(child, but)]
+    kinds = [type(child) for _, child in children]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for key, child in children:
+        path = f"{name}.{key}" if name else key
+        below = [inner for inner in child.children() if nbytes_of(inner, but)]
+        own = next(tensors_of(child, but), None) is not None
+        whole = own or not below or (is_list and kinds.count(type(child)) > 1)
+        if (
+            whole
+            and (nbytes_of(child, but) <= limit or not below)
+            and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        ):
+            found[path] = child
+        else:
+            _look(child, path, limit, found, but)
 
 
 def ways_to_cut(net: nn.Module, patterns: Sequence[str], limit: int) -> Iterator[dict[str, nn.Module]]:

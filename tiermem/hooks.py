@@ -86,7 +86,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._calls = Calls()  # forwards that run
         pager.room.relieve = self._relieve
-        self._guard = Guard(net, ChainMap(self.home, self.tiled))  # type: ignore[arg-type]  # read only
+        self._guard = Guard(net, ChainMap[int, Any](self.home, self.tiled))
         self._open: list[tuple[Unit, list[Page], int]] = []  # backward: the same, with the pages pinned
         self._in_backward = False
         self._resident_pages: list[Page] = []  # pinned while the resident unit is held

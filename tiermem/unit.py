@@ -1,13 +1,12 @@
-"""Units: which modules fault, compute and are evicted as one, and how their tensors lie in pages.
+"""Units: what faults, computes and is evicted as one, and how its tensors lie in pages.
 
-Units are found by what a model looks like (repeated blocks, embeddings, heads), or by patterns of module names. What
-is small, or belongs to no unit, is together in the *resident* unit, which stays on the device.
+Which modules are units is found in :mod:`tiermem.cutting`. What is small, or belongs to no unit, is together in the
+*resident* unit, which stays on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tiermem.errors import ConfigError
 from tiermem.page import ALIGNMENT, Frame, Kind, Page
-from tiermem.pageable import admit, is_compute, nbytes_of, tensors_of
+from tiermem.pageable import admit, is_compute, tensors_of
 from tiermem.parameter import classes_of
 from tiermem.partition import ALONE, Partition
 from tiermem.table import PageTable
@@ -218,75 +216,6 @@ class Unit:
     def gradient_pages(self) -> list[Page]:
         """The gradient pages of its own tensors."""
         return [group.gradient for group in self.groups if group.gradient is not None]
-
-
-def find_units(
-    net: nn.Module, patterns: Sequence[str], limit: int, but: Container[int] = ()
-) -> dict[str, nn.Module]:
-    """The modules that are units, by name, in the module tree's order; the root is never among them.
-
-    With ``patterns``, those whose qualified names match one (``*`` stands for one level). Without, a module is a unit
-    when it is one of several of a kind in a list, has parameters of its own, or has nothing below it, as long as its
-    parameters take no more than ``limit`` bytes; a larger one is looked into. Modules so small that paging them makes
-    no sense are left to the resident unit. ``but``: the ids of parameters that are in tiles, and don't count.
-    """
-    if patterns:
-        return _matching(net, patterns)
-    found: dict[str, nn.Module] = {}
-    _look(net, "", limit, found, but)
-    total = nbytes_of(net, but)
-    # A module below 1/256 of the model isn't worth a fault, as long as all of these together stay small.
-    allowance = total // 16
-    for name, module in sorted(found.items(), key=lambda item: nbytes_of(item[1], but)):
-        nbytes = nbytes_of(module, but)
-        if nbytes * 256 > total or nbytes > allowance:
-            break
-        allowance -= nbytes
-        del found[name]
-    return {name: module for name, module in net.named_modules() if name in found}
-
-
-def _matching(net: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    modules = {name: module for name, module in net.named_modules(remove_duplicate=False) if name}
-    matched = {pattern: _matched(pattern, modules) for pattern in patterns}
-    idle = [pattern for pattern, names in matched.items() if not names]
-    if idle:
-        names = ", ".join(list(modules)[:8])
-        raise ConfigError(
-            f"policy.units: {idle!r} match no module; there are {names}, ... (* stands for one level)"
-        )
-    wanted = set().union(*matched.values())
-    matching = {name: module for name, module in modules.items() if name in wanted}
-    first = {id(module): name for name, module in reversed(matching.items())}
-    return {name: module for name, module in matching.items() if first[id(module)] == name}
-
-
-def _matched(pattern: str, names: Collection[str]) -> set[str]:
-    """Those of the qualified names that the pattern, level by level, matches."""
-    if not any(letter in pattern for letter in "*?["):
-        return {pattern} if pattern in names else set()
-    levels = pattern.split(".")
-    split = ((name, name.split(".")) for name in names)
-    return {name for name, each in split if len(each) == len(levels) and all(map(fnmatchcase, each, levels))}
-
-
-def _look(module: nn.Module, name: str, limit: int, found: dict[str, nn.Module], but: Container[int]) -> None:
-    children = [(key, child) for key, child in module.named_children() if nbytes_of(child, but)]
-    kinds = [type(child) for _, child in children]
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-    for key, child in children:
-        path = f"{name}.{key}" if name else key
-        below = [inner for inner in child.children() if nbytes_of(inner, but)]
-        own = next(tensors_of(child, but), None) is not None
-        whole = own or not below or (is_list and kinds.count(type(child)) > 1)
-        if (
-            whole
-            and (nbytes_of(child, but) <= limit or not below)
-            and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        ):
-            found[path] = child
-        else:
-            _look(child, path, limit, found, but)
 
 
 def build_units(

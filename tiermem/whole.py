@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tiermem.aside import Aside
@@ -24,10 +23,9 @@ from tiermem.eager import eager
 from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.parameter import LAYOUT, Face, TiledParameter, TiledView, face_owner, own
-from tiermem.products import accumulate
 from tiermem.tiling import Tiled
 from tiermem.unit import Group
-from tiermem.views import Saved
+from tiermem.walks import Embedding, Linear
 
 _Tensor: Any = torch.Tensor
 _GET_DATA = _Tensor.data.__get__
@@ -58,100 +56,6 @@ class Copy(torch.Tensor):
                     )
             places = {copy.untyped_storage().data_ptr(): copy.of for copy in copies}
             return tree_map_only(torch.Tensor, lambda leaf: _marked(leaf, places), result)
-
-
-class Linear(torch.autograd.Function):
-    """``F.linear``, a tile at a time. What it is given of the parameter itself is there to ask for a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, parameter: torch.Tensor, whole: Whole
-    ) -> torch.Tensor:
-        """See :meth:`Whole.linear`."""
-        ctx.whole, ctx.saved = whole, [Saved.of(group, 0) for group in whole.groups]
-        ctx.save_for_backward(x)
-        result: torch.Tensor | None = None
-        for tile in whole.tiles:
-            rows = slice(tile.start, tile.stop)
-            part = tile(x, None if bias is None else bias[rows])
-            if result is None:
-                result = part.new_empty((*part.shape[:-1], whole.tiles[-1].stop))
-            result[..., rows] = part
-        assert result is not None
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """The tiles' gradients land here, and the parameter itself gets none."""
-        whole: Whole = ctx.whole
-        (x,) = ctx.saved_tensors
-        flat, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        total: torch.Tensor | None = None
-        for tile, group, saved in zip(whole.tiles, whole.groups, ctx.saved, strict=True):
-            part = flat[:, tile.start : tile.stop]
-            if ctx.needs_input_grad[2]:
-                whole.begin(group)
-            with whole.hooks.backward_of(whole.hooks.units[group.unit]):
-                if ctx.needs_input_grad[0]:
-                    weight = whole.hooks.views.unpack(saved).to(part.dtype)
-                    total = accumulate(total, part, weight)
-                    del weight
-                if ctx.needs_input_grad[2]:
-                    whole.land(group, (part.t() @ inputs).to(group.dtype))
-        wanted = None if total is None else total.to(x.dtype).reshape(x.shape)
-        of_bias = flat.sum(0) if ctx.needs_input_grad[1] else None
-        return wanted, of_bias, None, None
-
-
-class Embedding(torch.autograd.Function):
-    """``F.embedding``, from those tiles that have the rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        numbers: torch.Tensor,
-        parameter: torch.Tensor,
-        whole: Whole,
-        padding: int,
-        by_frequency: bool,
-    ) -> torch.Tensor:
-        """See :meth:`Whole.embedding`."""
-        flat = numbers.reshape(-1)
-        starts = torch.tensor([tile.start for tile in whole.tiles[1:]], device=flat.device, dtype=flat.dtype)
-        where = torch.bucketize(flat, starts, right=True)
-        ctx.whole, ctx.padding, ctx.by_frequency = whole, padding, by_frequency
-        ctx.save_for_backward(flat, where)
-        result: torch.Tensor | None = None
-        for place in where.unique().tolist() or [0]:
-            tile, here = whole.tiles[place], where == place
-            rows = tile(flat[here] - tile.start)
-            if result is None:
-                result = rows.new_empty((len(flat), rows.shape[-1]))
-            result[here] = rows
-        assert result is not None
-        return result.reshape(*numbers.shape, result.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Rows that nobody looked up have gradients of zero, which take no memory."""
-        whole: Whole = ctx.whole
-        flat, where = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        looked_up = set(where.unique().tolist())
-        for place, (tile, group) in enumerate(zip(whole.tiles, whole.groups, strict=True)):
-            if place not in looked_up:
-                whole.hooks.gradients.land_zeros(group, 0)
-                continue
-            here = where == place
-            padding = ctx.padding - tile.start if tile.start <= ctx.padding < tile.stop else -1
-            part = torch.ops.aten.embedding_dense_backward(
-                rows[here], flat[here] - tile.start, tile.stop - tile.start, padding, ctx.by_frequency
-            )
-            whole.begin(group)
-            whole.land(group, part)
-        return None, None, None, None, None
 
 
 class Whole:
@@ -240,16 +144,20 @@ class Whole:
         """Call ``func`` by tiles where that is possible, and with copies where it isn't."""
         inputs = args[0] if args else kwargs.get("input")
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if func in (F.linear, F.embedding) and _is_values(weight) and not isinstance(inputs, Face):
-            by_tiles = whole_of(weight).linear if func is F.linear else whole_of(weight).embedding
-            return by_tiles(*args, **kwargs)
+        if (
+            func in _BY_TILES
+            and not isinstance(inputs, Face)
+            and isinstance(weight, Face)
+            and _is_values(weight)
+        ):
+            return _BY_TILES[func](whole_of(weight), *args, **kwargs)
         if args and isinstance(args[0], Face):
             whole, of_gradient = whole_of(args[0]), not _is_values(args[0])
             if func in LAYOUT:
                 return func(whole.layout(args[0]), *args[1:], **kwargs)
             if func in (_Tensor.detach, _GET_DATA):
                 return whole.detached(of_gradient)
-            if func is torch.linalg.vector_norm:
+            if func is torch.linalg.vector_norm and not (torch.is_grad_enabled() and args[0].requires_grad):
                 with whole.mapped(of_gradient) as copy:
                     return func(copy, *args[1:], **kwargs)
             if func is _Tensor.copy_ and not isinstance(args[1], Face) and not torch.is_grad_enabled():
@@ -342,6 +250,9 @@ class Whole:
             file.truncate(numel * dtype.itemsize)
             memory = mmap.mmap(file.fileno(), numel * dtype.itemsize)  # unmapped when no tensor looks into it
             yield self.gather(of_gradient, torch.frombuffer(memory, dtype=dtype).view(self.size))
+
+
+_BY_TILES: dict[Any, Callable[..., Any]] = {F.linear: Whole.linear, F.embedding: Whole.embedding}
 
 
 def whole_of(tensor: torch.Tensor) -> Whole:
