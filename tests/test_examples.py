@@ -24,6 +24,7 @@ EXAMPLES = ROOT / "examples"
         ("accelerate_loop", "batch 20: loss"),
         ("hf_trainer", "B saved, of a model of"),
         ("lightning_fit", "an ordinary module again: True"),
+        ("parallel", "process 0 of 1 (pp, dp, tp: "),
     ],
 )
 def test_example(name, words, disk):
@@ -78,4 +79,5 @@ def test_all_examples_are_tested():
         "inference",
         "large",
         "lightning_fit",
+        "parallel",
     ]

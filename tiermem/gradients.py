@@ -186,7 +186,7 @@ class Gradients:
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See ``TieredModule.clip_grad_norm_``. The operations are torch's, in its order, so the bits are."""
-        if self._reduction.ranks is not None:
+        if self._reduction.ranks is not None or self._reduction.parallel:
             return self._clip_all(parameters, max_norm, norm_type, error_if_nonfinite)
         found: dict[torch.dtype, list[torch.Tensor]] = {}  # norms by the gradients' dtype
         groups: dict[int, Group] = {}
@@ -229,7 +229,7 @@ class Gradients:
     def _clip_all(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """The same over all ranks, each of which has slices: equal up to the rounding of sums in another order."""
+        """The same over all that have slices or parts of the model: equal up to rounding, in sums of another order."""
         if norm_type <= 0:
             raise PagingError(
                 f"norm_type: read {norm_type}; across ranks, allowed is a number above 0, or inf"

@@ -40,7 +40,9 @@ class TieredModule(nn.Module):
         config: a policy file's path, a dict of the same shape, a :class:`tiermem.Config`, or None for the defaults.
         device: a device to use instead of the one that ``device.kind`` names (for tests).
         group: the processes that train this model together, each with a slice of its state: a process group, a
-            DeviceMesh of one dimension, or None for all of torch.distributed, if that is initialised.
+            DeviceMesh of one dimension (``mesh["dp"]``), or None for all of torch.distributed, if that is initialised.
+        pipeline: where ``module`` is one stage of a pipeline, the processes that have its other stages, likewise: the
+            norm that clipping goes by, and an overflow that loss scaling finds, are those of all stages.
         resume: with ``[durability]``, the run to go on from: ``"auto"`` takes the newest in ``disk.paths`` that is of
             this module, or begins a new one where there is none; a path takes the run in that folder; None begins one.
 
@@ -60,6 +62,7 @@ class TieredModule(nn.Module):
         *,
         device: Device | None = None,
         group: Any = None,
+        pipeline: Any = None,
         resume: Resume = None,
     ) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class TieredModule(nn.Module):
                 f"a {type(module).__name__} can't be paged: only a plain torch.nn.Module can (close a TieredModule to "
                 "wrap its module again)"
             )
-        self._runtime = runtime = Runtime(module, Config.load(config), device, group, resume)
+        self._runtime = runtime = Runtime(module, Config.load(config), device, group, resume, pipeline)
         try:
             runtime.open()
             self.module = module

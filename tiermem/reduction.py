@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from tiermem.door import Door
 from tiermem.errors import PagingError
 from tiermem.page import Page, State
 from tiermem.pager import Pager
+from tiermem.parallel import ALONE, Parallel, combined
 from tiermem.partition import Partition
 from tiermem.policies import Phase
 from tiermem.ranks import Ranks, Request
 from tiermem.ranks.coordinator import SETTLE, STEP
+from tiermem.summed import SummedGradient
 from tiermem.trace import Reason
 from tiermem.unit import Group, Unit
 
@@ -32,6 +35,7 @@ class Reduction:
 
     def __init__(self, units: Sequence[Unit], pager: Pager, door: Door, partition: Partition) -> None:
         self.partition = partition
+        self.parallel: Parallel = ALONE
         self.quiet = False  # gradients are kept here for now, see TieredModule.no_sync
         self._groups = [group for unit in units for group in unit.groups if group.trainable]
         self._units = units
@@ -41,6 +45,7 @@ class Reduction:
         self._flying: dict[Group, bytes] = {}  # given and not landed -> the fields that were in it
         self._given: dict[Group, int] = dict.fromkeys(self._groups, 0)
         self._reduced: set[Group] = set()  # of stages 0 and 1: nothing has come since
+        self._changes: dict[Group, int] = dict.fromkeys(self._groups, 0)  # of what the gradients are
         self._norms: dict[Group, list[float]] = {}  # of the fields' parts in this rank's slice
         self._wants_norms = False
         self._unsettled = False  # has a backward been since all ranks met?
@@ -62,6 +67,7 @@ class Reduction:
                 )
             self._reduced.discard(group)
         self._arrived.setdefault(group, set()).add(index)
+        self._changes[group] += 1
         self._norms.pop(group, None)
         self._unsettled = True
 
@@ -268,9 +274,10 @@ class Reduction:
                     group.unscale *= float(inverse)
                 group.normed[:] = bytes(len(group.normed))
                 self._norms.pop(group, None)
-        ranks = self.ranks
+        ranks, here = self.ranks, float(found)
         if ranks is not None:
-            found.fill_(max(ranks.meet("overflow", float(found), "GradScaler.unscale_()")))
+            here = max(ranks.meet("overflow", here, "GradScaler.unscale_()"))
+        found.fill_(self.parallel.largest(here))
 
     def _pieces(self, group: Group, indices: Iterable[int]) -> Iterator[torch.Tensor]:
         """The elements of these fields whose sum this rank has; the page is resident."""
@@ -286,24 +293,30 @@ class Reduction:
     # -- norms --------------------------------------------------------------------------------------------
 
     def norm(self, wanted: dict[Group, list[int]], norm_type: float) -> float:
-        """The norm of the gradients of these fields, over all ranks: each takes its slice, and one number travels.
+        """The norm of the gradients of these fields, over all that have parts of the model; few numbers travel.
 
         Gradients must be settled.
         """
-        ranks = self.ranks
-        assert ranks is not None
         self._wants_norms = norm_type == 2.0
-        parts: list[float] = []
+        parts: list[list[float]] = [[] for _ in self.parallel.kinds]
         for group, indices in wanted.items():
+            kinds = [self.parallel.kind_of(group.fields[index].parameter) for index in indices]
             known = self._norms.get(group) if norm_type == 2.0 and group.scale is None else None
             if known is not None:
-                parts += [known[index] * group.unscale for index in indices]
-                continue
-            with self._summed(group):
-                self.scale(group)
-                parts += [norm * group.unscale for norm in self._slice_norms(group, indices, norm_type)]
-        said = ranks.meet("norm", _combined(parts, norm_type).hex(), "clip_grad_norm_()")
-        return _combined([float.fromhex(each) for each in said], norm_type)
+                norms = [known[index] for index in indices]
+            else:
+                with self._summed(group):
+                    self.scale(group)
+                    norms = self._slice_norms(group, indices, norm_type)
+            for kind, norm in zip(kinds, norms, strict=True):
+                parts[kind].append(norm * group.unscale)
+        mine = [combined(each, norm_type) for each in parts]
+        if self.ranks is not None:
+            said = self.ranks.meet("norm", [norm.hex() for norm in mine], "clip_grad_norm_()")
+            mine = [
+                combined([float.fromhex(each) for each in row], norm_type) for row in zip(*said, strict=True)
+            ]
+        return self.parallel.norm(mine, norm_type)
 
     @contextmanager
     def _summed(self, group: Group, dirty: bool = True) -> Iterator[Page]:
@@ -427,22 +440,30 @@ class Reduction:
             start = field.offset - group.first_of(page)
             flat[slice(*own)].copy_(self._typed(page)[start + own[0] : start + own[1]])
         ranks.wait(ranks.share("grad", flat, own), f"the gradient of {field.name}")
-        return flat.as_strided(field.size, field.stride)
+        whole = flat.as_strided(field.size, field.stride)
+        return SummedGradient.of(whole, partial(self._put, group, index, self._changes[group]))
+
+    def _put(self, group: Group, index: int, changes: int, whole: torch.Tensor) -> None:
+        """A whole gradient has been written to: take this rank's slice of it over. Every rank has written the same."""
+        field = group.fields[index]
+        if changes != self._changes[group]:
+            raise PagingError(
+                f"a gradient of {field.name} was written to that has changed since it was read: read .grad anew"
+            )
+        own = self._own(group, index)
+        with self._summed(group) as page:
+            start = field.offset - group.first_of(page)
+            place = self._typed(page)[start + own[0] : start + own[1]]
+            place.copy_(whole.as_strided((field.numel,), (1,))[slice(*own)])
+        self._norms.pop(group, None)
+        group.normed[index] = 0
 
     def forget(self, group: Group) -> None:
         """Nobody needs the group's gradients any more. Under the door; the gradient page has been discarded."""
         self._reduced.discard(group)
         self._norms.pop(group, None)
+        self._changes[group] += 1
         shard = group.gradient.shard if group.gradient is not None else None
         if shard is not None:
             group.held[:] = bytes(len(group.held))
             self._pager.discard(shard)
-
-
-def _combined(norms: Sequence[float], norm_type: float) -> float:
-    """The norm of numbers that are norms of parts."""
-    if norm_type == math.inf:
-        return max(norms, default=0.0)
-    if any(math.isnan(norm) for norm in norms):
-        return math.nan
-    return float(math.fsum(norm**norm_type for norm in norms) ** (1 / norm_type))

@@ -25,6 +25,7 @@ from tiermem.cutting import cut_in_tiles, describe_tiles, ways_to_cut
 from tiermem.device import Device, available_nbytes, open_device
 from tiermem.disk import Disk, free_nbytes, weigh
 from tiermem.door import Door
+from tiermem.dtensors import DTensors
 from tiermem.durable import DurableRun
 from tiermem.errors import BudgetError, ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
@@ -34,6 +35,8 @@ from tiermem.membership import join_ranks, local_ranks, meet_peers
 from tiermem.page import ALIGNMENT, Kind, Page, padded
 from tiermem.pageable import is_compute, nbytes_of_buffers
 from tiermem.pager import Pager
+from tiermem.parallel import ALONE as APART
+from tiermem.parallel import find_parallel
 from tiermem.partition import ALONE
 from tiermem.policies import Ahead, eviction, prefetch
 from tiermem.quota import Quota
@@ -76,6 +79,7 @@ class Runtime:
         device: Device | None = None,
         group: Any = None,
         resume: Resume = None,
+        pipeline: Any = None,
     ) -> None:
         self.config = config
         self.net = net
@@ -92,6 +96,8 @@ class Runtime:
         self.ranks: Ranks | None = None
         self._given_device = device
         self._group = group  # of processes: what TieredModule was given
+        self._pipeline = pipeline  # likewise
+        self.parallel = APART
         self._stack = contextlib.ExitStack()
         self._opened = 0  # the process that opened it
 
@@ -119,6 +125,10 @@ class Runtime:
         except ValueError as error:
             raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
+        dtensors = DTensors(net)
+        self.parallel = find_parallel(config, dtensors, self._group, self._pipeline)
+        stack.callback(dtensors.give_back)
+        dtensors.take()
         self.peers, self.partition = meet_peers(net, config, self._group)
         self.run = open_run(net, config, dtype, self._resume, self.peers, self.partition.stage)
         if self.run is not None:
@@ -191,6 +201,11 @@ class Runtime:
         stalls = transfers.counters.stall_ns
         self.steps = Steps(self.pager.follow, self.trace, lambda: sum(stalls.values()))
         self.hooks = Hooks(net, self.units, self.pager, self.steps, self.door, self.partition)
+        self.hooks.reduction.parallel = self.parallel
+        self.hooks.views.dtensors = dtensors if dtensors.locals else None
+        for unit in self.units:
+            for group in unit.groups:
+                group.locals = dtensors.among(field.parameter for field in group.fields)
         if arena:
             tier = self._host("activations", arena, stack)
             moves = Transfers(
@@ -288,7 +303,7 @@ class Runtime:
             ways = ways_to_cut(net, config.policy.units, best) if resumed is None else units_of(net, resumed)
             cut = budget.fit(ways, build, *limits)
         except BudgetError as error:
-            if self.run is not None or self.peers is not None:
+            if self.run is not None or self.peers is not None or self.parallel:
                 raise
             self.tiling, cut = cut_in_tiles(net, config.policy.units, dtype, error, build, *limits)
             self.notes.extend(describe_tiles(self.tiling, error, self.budgets[error.tier]))

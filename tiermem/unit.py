@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tiermem.dtensors import Local
 from tiermem.page import ALIGNMENT, Frame, Kind, Page
 from tiermem.pageable import admit, is_compute, tensors_of
 from tiermem.parameter import classes_of
@@ -77,6 +78,7 @@ class Group:
     which fields a gradient has arrived since the last ``zero_grad``; ``held`` which of them are in the gradient page,
     and not, reduced over the ranks, in its shard; ``used`` which of them a step has used. ``first`` is the first
     element of this rank's slice. ``states`` are the pages of an optimizer that isn't ours, by what it calls them.
+    ``locals`` are those of the parameters that are parts of DTensors.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Group:
         self.gradient = gradient
         self.parts: tuple[Part, ...] = ()
         self.states: dict[str, list[Stretch]] = {}
+        self.locals: Sequence[Local] = ()
         self.landed = bytearray(len(fields))
         self.held = self.landed
         self.used = bytearray(len(fields))

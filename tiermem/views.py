@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tiermem.activation import Slice
 from tiermem.activations import Activations
 from tiermem.door import Door
+from tiermem.dtensors import DTensors, is_dtensor, take_apart
 from tiermem.errors import PagingError
 from tiermem.page import Frame, Page, State
 from tiermem.pager import Pager
@@ -55,6 +56,13 @@ class Saved:
         return Saved(
             group.parameter, field.offset * group.dtype.itemsize, group.dtype, field.size, field.stride
         )
+
+
+class SavedDTensor(NamedTuple):
+    """A DTensor as autograd keeps it: what is kept of its local part, and what makes it again."""
+
+    local: Any
+    remake: Callable[[torch.Tensor], torch.Tensor]
 
 
 class StandIn(torch.Tensor):
@@ -125,12 +133,25 @@ class Foreign:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What they keep of the tensor."""
         saved = self.views.locate(tensor)
-        return self.theirs(tensor if saved is None else StandIn.of(saved, self.views, tensor))
+        if saved is not None:
+            return self.theirs(StandIn.of(saved, self.views, tensor))
+        if is_dtensor(tensor):
+            local, remake = take_apart(tensor)
+            saved = self.views.locate(local)
+            if saved is not None:
+                return self.theirs(remake(StandIn.of(saved, self.views, local)))
+        return self.theirs(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor that they give back, or the one that they kept a stand-in for."""
         tensor: torch.Tensor = self._unpack(packed)
-        return tensor.views.unpack(tensor.saved) if isinstance(tensor, StandIn) else tensor
+        if isinstance(tensor, StandIn):
+            return tensor.views.unpack(tensor.saved)
+        if is_dtensor(tensor):
+            local, remake = take_apart(tensor)
+            if isinstance(local, StandIn):
+                return remake(local.views.unpack(local.saved))
+        return tensor
 
 
 class Views:
@@ -150,6 +171,7 @@ class Views:
         self._hooks = self.pack, self.unpack  # the same two each time: compiled code is made for them
         self.closed = False
         self.activations: Activations | None = None  # who pages what is saved of other tensors
+        self.dtensors: DTensors | None = None  # the parameters that are parts of some
 
     # -- parameters ---------------------------------------------------------------------------------------
 
@@ -160,12 +182,16 @@ class Views:
         if group.num_open == 1:
             for parameter, ordinary, _ in group.classes:
                 parameter.__class__ = ordinary
+            for local in group.locals:
+                local.show()
 
     def close(self, group: Group) -> None:
         """Undo one :meth:`open`, before the page is unpinned; notices what was written meanwhile."""
         group.num_open -= 1
         if group.num_open:
             return
+        for local in group.locals:
+            local.hide()
         changed = False
         for index, (parameter, _, paged) in enumerate(group.classes):
             version = parameter._version
@@ -263,12 +289,18 @@ class Views:
         # Detached, since an output that held itself would never be freed. The version is checked by us, because
         # autograd doesn't where there are hooks.
         saved: Any = self.locate(tensor)
+        if saved is None and is_dtensor(tensor):
+            local, remake = take_apart(tensor)
+            if type(local) is torch.Tensor:  # and not one that is still on its way
+                return SavedDTensor(self.pack(local), remake)
         if saved is None and self.activations is not None:
             saved = self.activations.save(tensor)
         return saved or (tensor.detach(), tensor._version)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, from whichever frame its page is in now; the page stays until the tensor dies."""
+        if isinstance(saved, SavedDTensor):
+            return saved.remake(self.unpack(saved.local))
         if isinstance(saved, Slice):
             self.check_open()
             assert self.activations is not None
@@ -314,13 +346,19 @@ class Views:
         One with a gradient is an activation, and a copy; nobody could write to the weight through it. Another one is a
         view that pins the page.
         """
-        if all(self.tier_of(leaf) is None for leaf in tensors_in(output)):
+        if all(self._tier_behind(leaf) is None for leaf in tensors_in(output)):
             return output
         return tree_map_only(torch.Tensor, self._keep, output)
 
+    def _tier_behind(self, tensor: torch.Tensor) -> Tier | None:
+        """As :meth:`tier_of`, and of a DTensor's local part."""
+        return self.tier_of(take_apart(tensor)[0] if is_dtensor(tensor) else tensor)
+
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.tier_of(tensor) is None or id(tensor) in self.home:
+        if self._tier_behind(tensor) is None or id(tensor) in self.home:
             return tensor
+        if is_dtensor(tensor):
+            return tensor.clone()
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.requires_grad and tensor.numel():
                 copy: torch.Tensor = Copied.apply(tensor)  # type: ignore[no-untyped-call]
@@ -368,6 +406,8 @@ class Views:
         if func == _GET_DATA and any(page.gathered for page in pages):
             func = _Tensor.detach  # which shows what is written through it
         try:
+            if self.dtensors is not None:
+                args, kwargs = self.dtensors.shown(args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():
                 versions = [tensor._version for tensor in tensors]
                 with self.saving() or nullcontext():
@@ -403,7 +443,7 @@ class Views:
                 return result
             tier = self.tier_of(result)
             if tier is None:
-                return result
+                return self._keep(result) if is_dtensor(result) else result
             with self.door:
                 page = tier.slab.frame_at(int(result.storage_offset()) * result.element_size()).page
                 page.pins += 1

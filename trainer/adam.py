@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from tiermem.dtensors import is_dtensor
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
 from tiermem.trainer.base import Exact, PagingOptimizer, pieces_of
@@ -321,6 +322,11 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
 
 
 def _refuse_unsupported(p: Tensor, gradient: Tensor) -> None:
+    if is_dtensor(p):
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is a DTensor: the kernel walks memory, and takes the local parts "
+            "of one that is paged; wrap its module in a TieredModule, and make the optimizer of model.parameters() then"
+        )
     if p.device.type != "cpu" or gradient.device.type != "cpu":
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is on {p.device}, its gradient on {gradient.device}: "

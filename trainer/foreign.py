@@ -48,6 +48,11 @@ class ForeignUpdate(StatefulUpdate):
         settings = settings_of(self._owned().param_groups[setting])
         self._blueprint.require_separate(settings)
         groups = dict.fromkeys(self.hooks.home[id(parameter)][0] for parameter in parameters)
+        if self.hooks.views.dtensors is not None:
+            self._blueprint.require_elementwise(
+                "tensor parallelism leaves this process parts of the parameters only: use one that does",
+                settings,
+            )
         if self.sliced:
             self._blueprint.require_elementwise(
                 f"{self.hooks.reduction.partition.world} ranks have slices of the parameters only: use ranks.stage = "

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from tiermem.checkpoint.document import encode, jsonable
+from tiermem.dtensors import is_dtensor
 from tiermem.errors import CheckpointError
 from tiermem.page import Kind
 from tiermem.parameter import owner_of
@@ -155,6 +156,10 @@ class Contents:
             elif owner_of(parameter) is not None:
                 raise CheckpointError(
                     f"{name} is paged by another TieredModule than the one that is saved or loaded: use that one"
+                )
+            elif is_dtensor(parameter):
+                raise CheckpointError(
+                    f"{name} is a DTensor, of which this process has a part: save it while it is paged, before close()"
                 )
             else:
                 self.plain[Key(PARAMETERS, name)] = parameter.detach()

@@ -76,6 +76,10 @@ class Saves:
         attributes: dict[str, Any] = {"step": step, "extra": jsonable(dict(extra or {}), "extra")}
         if paged:
             attributes["policy"] = self._runtime.config.to_toml()
+        parallel = self._runtime.parallel
+        if paged and parallel:
+            parallel.require_folders(Path(os.path.abspath(path)))
+            attributes["parallel"] = parallel.place
         if only is not None:
             contents.keep(only)
         ranks = self._runtime.ranks if paged else None
@@ -118,6 +122,13 @@ class Saves:
         with meeting, contextlib.ExitStack() as stack:
             source = open_source(Path(path))
             stack.callback(source.close)
+            place = list(self._runtime.parallel.place) if runtime is not None else []
+            if isinstance(source, ZarrSource) and source.attributes.get("parallel", []) != place:
+                raise CheckpointError(
+                    f"{path}: was saved as part {source.attributes.get('parallel', [])} of a model that tensor "
+                    f"parallelism or a pipeline cuts, and this is {place} ([which, of how many] of each): load the "
+                    "folder that the same part was saved to"
+                )
             loading = Loading(source, contents, runtime, optimizer)
             loading.check(strict=strict, cast=cast)
             stack.pop_all()

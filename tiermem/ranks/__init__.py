@@ -5,8 +5,8 @@ here knows frames, tiers or the pager.
 """
 
 from tiermem.ranks.exchange import scratch_nbytes
-from tiermem.ranks.peers import Peers, agree, find_peers
+from tiermem.ranks.peers import Peers, agree, find_peers, group_of
 from tiermem.ranks.ranks import Ranks
 from tiermem.ranks.request import Request
 
-__all__ = ["Peers", "Ranks", "Request", "agree", "find_peers", "scratch_nbytes"]
+__all__ = ["Peers", "Ranks", "Request", "agree", "find_peers", "group_of", "scratch_nbytes"]

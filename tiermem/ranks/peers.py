@@ -121,16 +121,22 @@ def find_peers(group: Any, timeout: float) -> Peers | None:
         if group is not None:
             raise ConfigError("ranks: a process group was given, and torch.distributed isn't initialised")
         return None
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise ConfigError(
-                f"ranks: a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; allowed is one, over which "
-                'to shard: mesh["dp"], say'
-            )
-        group = group.get_group()
+    group = group_of(group, "ranks")
     if dist.get_world_size(group) == 1:
         return None
     return Peers(group if group is not None else dist.group.WORLD, timeout)
+
+
+def group_of(group: Any, what: str) -> Any:
+    """A process group, or that of a DeviceMesh. Raises ConfigError for a mesh of several dimensions."""
+    if not hasattr(group, "get_group"):
+        return group
+    if group.ndim != 1:
+        raise ConfigError(
+            f"{what}: a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; allowed is one: "
+            'mesh["dp"], say'
+        )
+    return group.get_group()
 
 
 def agree(peers: Peers, what: str, mine: Any) -> None:
