@@ -45,6 +45,7 @@ parameters = "bfloat16"
 [ranks]
 stage = 2
 timeout = 30
+shards = 2
 reduce = "float32"
 [io]
 engine = "threads"
@@ -96,7 +97,7 @@ def test_every_key_is_read_from_a_file(tmp_path: Path) -> None:
     assert config.policy.lookahead == Size(2 * 2**30)
     assert config.policy.units == ("blocks.*", "head")
     assert config.precision.parameters == "bfloat16"
-    assert (config.ranks.stage, config.ranks.timeout) == (2, 30.0)
+    assert (config.ranks.stage, config.ranks.shards, config.ranks.timeout) == (2, 2, 30.0)
     assert config.io.request == Size(2**18)
     assert config.trace.file == Path("run.trace")
     given = {f"{name}.{key}" for name in section_models() for key, _ in getattr(config, name).changed()}

@@ -137,7 +137,7 @@ class Adoption:
         try:
             assert shard.host is not None
             place = self._pager.host.bytes_of(shard.host).view(group.dtype)
-            first = ranks.rank * place.numel()
+            first = ranks.place * place.numel()
             for field in group.fields:
                 low, high = max(field.offset, first), min(field.offset + field.numel, first + place.numel())
                 if low < high:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,22 @@ MISSING, UNBORN, OTHER, EMPTY, UNFINISHED, HERE = "missing", "unborn", "other", 
 class Joint:
     """Where the ranks ``peers`` look for their runs: each under its own ``parents``, for those of the same ``model``.
 
-    ``model`` is the part of a layout that says which parameters there are; ``stage`` is ``ranks.stage``.
+    ``model`` is the part of a layout that says which parameters there are; ``shares`` what one says of the ranks.
     """
 
     def __init__(
-        self, peers: Peers, parents: Sequence[Path], num_kept: int, model: Layout, stage: int
+        self,
+        peers: Peers,
+        parents: Sequence[Path],
+        num_kept: int,
+        model: Layout,
+        shares: Mapping[str, int],
     ) -> None:
         self._peers = peers
         self._parents = parents
         self._num_kept = num_kept
         self._model = model
-        self._stage = stage
+        self._shares = shares
         self._notes: list[str] = []
 
     def create(self) -> DurableRun:
@@ -169,11 +174,13 @@ class Joint:
             return UNFINISHED, [
                 f"{path}: its first commit was broken off, so there is nothing to resume in it"
             ]
-        if run.layout.get("stage") != self._stage:
-            raise ConfigError(
-                f"resume: {path} was committed with ranks.stage {run.layout.get('stage')}, and this is {self._stage}: "
-                "set ranks.stage to that, or load a checkpoint of model.save, which any stage can"
-            )
+        for key in ("stage", "shards"):
+            theirs, mine = run.layout.get(key), self._shares.get(key)
+            if theirs != mine:
+                raise ConfigError(
+                    f"resume: {path} was committed with ranks.{key} {_said(theirs)}, and this is {_said(mine)}: set "
+                    f"ranks.{key} to that, or load a checkpoint of model.save, which any can"
+                )
         return HERE, [[each.generation, each.step] for each in run.commits()]
 
     def _remove(self, found: Found, opened: list[DurableRun]) -> None:
@@ -259,6 +266,10 @@ def _let_go(runs: Sequence[DurableRun]) -> None:
 
 def _processes(world: int) -> str:
     return "one process alone" if world == 1 else f"{world} ranks together"
+
+
+def _said(value: int | None) -> str:
+    return "left out" if value is None else str(value)
 
 
 def _base(name: str) -> str:

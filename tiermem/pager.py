@@ -283,7 +283,7 @@ class Pager:
         )
         assert frame is not None
         assert shard.host is not None
-        first = ranks.rank * shard.nbytes
+        first = ranks.place * shard.nbytes
         self.host.bytes_of(shard.host).copy_(tier.bytes_of(frame)[first : first + shard.nbytes])
         self.unpin([shard], dirty=True)
         page.dirty = page.device_dirty = False

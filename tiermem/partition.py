@@ -15,11 +15,16 @@ from tiermem.page import ALIGNMENT, padded
 
 
 class Partition(NamedTuple):
-    """This rank's place among ``world`` ranks. One rank alone has every page whole."""
+    """This rank's place among the ``world`` ranks that have the slices of a page. One rank alone has every page whole.
+
+    With hybrid sharding there are several such sets of ranks, the ``replicas``; this is one of number ``replica``.
+    """
 
     rank: int = 0
     world: int = 1
     stage: int = 3
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def alignment(self) -> int:

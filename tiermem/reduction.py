@@ -148,6 +148,11 @@ class Reduction:
             if not here[index]:
                 whole[field.offset : field.offset + field.numel].zero_()
 
+    def _slice(self, whole: torch.Tensor) -> tuple[int, int]:
+        """Which elements of a whole page are this rank's."""
+        size = whole.numel() // self.partition.world
+        return self.partition.rank * size, (self.partition.rank + 1) * size
+
     def _typed(self, page: Page) -> torch.Tensor:
         assert page.host is not None
         return self._pager.host.bytes_of(page.host).view(page.dtype)
@@ -219,8 +224,7 @@ class Reduction:
         try:
             self._fill(group, mine)
             whole = self._typed(page)
-            size = whole.numel() // ranks.world
-            own = ranks.rank * size, (ranks.rank + 1) * size
+            own = self._slice(whole)
             self._given[group] += 1
             request = ranks.reduce(page.key, self._given[group], whole, whole[slice(*own)], True)
             self._wait(page, Reason.REDUCE, request, reason)
@@ -313,9 +317,8 @@ class Reduction:
         mine = [combined(each, norm_type) for each in parts]
         if self.ranks is not None:
             said = self.ranks.meet("norm", [norm.hex() for norm in mine], "clip_grad_norm_()")
-            mine = [
-                combined([float.fromhex(each) for each in row], norm_type) for row in zip(*said, strict=True)
-            ]
+            rows = zip(*(said[rank] for rank in self.ranks.near), strict=True)
+            mine = [combined([float.fromhex(each) for each in row], norm_type) for row in rows]
         return self.parallel.norm(mine, norm_type)
 
     @contextmanager
@@ -394,8 +397,7 @@ class Reduction:
             self._pager.fault([page], Phase.OPTIMIZER, group.unit)
             try:
                 whole = self._typed(page)
-                size = whole.numel() // ranks.world
-                own = ranks.rank * size, (ranks.rank + 1) * size
+                own = self._slice(whole)
                 request = ranks.share(f"parameters {page.key}", whole, own)
                 self._wait(page, Reason.GATHER, request, "optimizer.step()")
             finally:

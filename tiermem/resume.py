@@ -17,6 +17,7 @@ from tiermem.errors import ConfigError
 from tiermem.joint import Joint, of_other_numbers
 from tiermem.layout import Layout, differences
 from tiermem.page import Page
+from tiermem.partition import ALONE, Partition
 from tiermem.ranks import Peers
 from tiermem.table import PageTable
 from tiermem.unit import Unit
@@ -32,7 +33,7 @@ def open_run(
     dtype: torch.dtype | None,
     resume: Resume,
     peers: Peers | None = None,
-    stage: int = 0,
+    partition: Partition = ALONE,
 ) -> DurableRun | None:
     """The run to train ``net`` in: a new one, or the one that ``resume`` names or finds; None without durability.
 
@@ -51,7 +52,7 @@ def open_run(
     model = tensors_of(net, dtype)
     path = None if resume in (None, "auto") else Path(resume).expanduser().absolute()
     if peers is not None:
-        joint = Joint(peers, parents, num_kept, model, stage)
+        joint = Joint(peers, parents, num_kept, model, shares_of(partition))
         run = joint.find(path) if resume is not None else None
         return run if run is not None else joint.create()
     if path is not None:
@@ -131,13 +132,20 @@ def tensors_of(net: nn.Module, dtype: torch.dtype | None) -> Layout:
     }
 
 
-def describe(units: Sequence[Unit], table: PageTable, part_numel: int, stage: int | None = None) -> Layout:
+def shares_of(partition: Partition) -> dict[str, int]:
+    """What a layout says of the ranks: ``ranks.stage``, and with hybrid sharding how many have the slices."""
+    return {"stage": partition.stage} | ({"shards": partition.world} if partition.replicas > 1 else {})
+
+
+def describe(
+    units: Sequence[Unit], table: PageTable, part_numel: int, partition: Partition | None = None
+) -> Layout:
     """The layout of a model that is cut into ``units``, with parts of ``part_numel`` elements at most.
 
-    ``stage``: of the ranks, where it is one rank's part.
+    ``partition``: of the ranks, where it is one rank's part.
     """
     return {
-        **({} if stage is None else {"stage": stage}),
+        **({} if partition is None else shares_of(partition)),
         "part_numel": part_numel,
         "units": [unit.name for unit in units],
         "pages": [

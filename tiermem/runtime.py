@@ -130,7 +130,7 @@ class Runtime:
         stack.callback(dtensors.give_back)
         dtensors.take()
         self.peers, self.partition = meet_peers(net, config, self._group)
-        self.run = open_run(net, config, dtype, self._resume, self.peers, self.partition.stage)
+        self.run = open_run(net, config, dtype, self._resume, self.peers, self.partition)
         if self.run is not None:
             stack.callback(self.run.close)
             self.notes.extend(self.run.notes)
@@ -180,7 +180,7 @@ class Runtime:
             self._provide(disk, transfers)
         stack.callback(transfers.abandon)
         if self.peers is not None:
-            self.ranks = join_ranks(self.peers, self.units, transfers, config)
+            self.ranks = join_ranks(self.peers, self.partition, self.units, transfers, config)
             stack.callback(self.ranks.close)  # before what they exchange is closed
             self.ranks.interrupted = lambda: self.door.interrupted
         try:
@@ -267,8 +267,9 @@ class Runtime:
             "disk": self._disk_budget(local),
         }
         if self.peers is not None:
-            largest = padded(sum(p.nbytes for p in net.parameters()) + ALIGNMENT) // self.peers.world
-            overhead += scratch_nbytes(largest, self.peers.world)
+            slices, replicas = self.partition.world, self.partition.replicas
+            largest = padded(sum(p.nbytes for p in net.parameters()) + ALIGNMENT) // slices
+            overhead += scratch_nbytes(largest, slices, replicas)
         capacity = budget.floor(max(0, self.budgets["host"] - overhead))
         if self.peers is not None:
             # One way to cut the model for all: what works for the smallest.
@@ -311,8 +312,8 @@ class Runtime:
         self.need = cut.host.nbytes
         self.part_numel = cut.part_numel if resumed is None else resumed["part_numel"]
         if self.run is not None:
-            stage = self.partition.stage if self.peers is not None else None
-            self.layout = describe(self.units, self.table, self.part_numel, stage)
+            partition = self.partition if self.peers is not None else None
+            self.layout = describe(self.units, self.table, self.part_numel, partition)
             for group, page in self._pages():
                 # Parameters in slices are what the ranks have: each commits its own.
                 page.durable = page.kind not in GRADIENTS and page.shard is None
@@ -430,8 +431,8 @@ class Runtime:
         }
         file = self.config.trace.file
         if self.peers is not None:
-            meta |= {"rank": self.partition.rank, "world": self.partition.world}
-            file = file.with_name(f"{file.stem}.{self.partition.rank}{file.suffix}")
+            meta |= {"rank": self.peers.rank, "world": self.peers.world}
+            file = file.with_name(f"{file.stem}.{self.peers.rank}{file.suffix}")
         kind = Kind.ACTIVATION.name.lower()
         pool = [PageInfo(POOL, len(self.units), kind, "uint8", arena)] if arena else []
         return Trace.create(
@@ -547,9 +548,10 @@ class Runtime:
             ranks: dict[str, Any] = {}
             if self.ranks is not None:
                 ranks = {
-                    "rank": self.partition.rank,
-                    "world": self.partition.world,
+                    "rank": self.ranks.rank,
+                    "world": self.ranks.world,
                     "stage": self.partition.stage,
+                    "shards": self.partition.world,
                     "nbytes_sent": dict(self.ranks.exchange.nbytes_sent),
                     "nbytes_received": dict(self.ranks.exchange.nbytes_received),
                     "seconds": {what: ns / 1e9 for what, ns in counters.collective_ns.items()},

@@ -68,7 +68,7 @@ class Shelf:
         assert shard is not None
         whole = self._host.bytes_of(frame)
         wait: Callable[[], None] | None = None
-        first = ranks.rank * shard.nbytes
+        first = ranks.place * shard.nbytes
         if shard.host is not None and shard.state in (State.HOST, State.WRITING):
             whole[first : first + shard.nbytes].copy_(self._host.bytes_of(shard.host))
         else:

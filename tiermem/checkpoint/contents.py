@@ -85,7 +85,9 @@ def stretches(group: Group, kind: What) -> list[Stretch]:
 
 
 def share_of(partition: Partition, group: Group) -> tuple[int, int]:
-    """The elements of a group that this rank writes into a checkpoint: its slice, whoever else has them too."""
+    """The elements of a group that this rank writes into a checkpoint: its slice, which one rank of several writes."""
+    if partition.replica:
+        return 0, 0
     if partition.world == 1:
         return 0, group.numel
     size = partition.slice_numel(group.numel, group.dtype)

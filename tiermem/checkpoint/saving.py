@@ -172,7 +172,7 @@ class Saving:
                     self._moved.notify_all()
             if self._error is not None:
                 raise self._error
-            if inventory.partition.rank == 0:
+            if inventory.partition.rank == inventory.partition.replica == 0:
                 for plain, tensor in inventory.plain.items():
                     self._save_plain(plain, tensor)
             writer.flush()

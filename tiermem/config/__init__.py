@@ -139,6 +139,11 @@ class Config(Section):
                 f"disk.keep: read true with durability.mode = {toml.show(self.durability.mode)}, where page files "
                 "stay as it is; allowed is one of the two"
             )
+        if self.ranks.shards is not None and self.ranks.stage in (0, "none"):
+            yield (
+                f"ranks.shards: read {toml.show(self.ranks.shards)} with ranks.stage = {toml.show(self.ranks.stage)}, "
+                "where nothing is in slices; allowed with ranks.stage 1, 2 or 3"
+            )
         seen: dict[str, Path] = {}
         for path in self.disk.paths:
             first = seen.setdefault(os.path.realpath(path), path)

@@ -327,6 +327,16 @@ class RanksSection(Section):
             [3, 2, "none"],
         ),
     ] = 3
+    shards: Annotated[
+        Literal["machine"] | Annotated[int, Field(ge=2)] | None,
+        _key(
+            "Hybrid sharding: how many ranks, one after the other, have the slices of the state between them; each "
+            "further set of so many has a copy of it. `machine`: those on one machine, so that only sums of gradients "
+            "go from machine to machine. Without it, all ranks.",
+            '"machine", or a number of ranks from 2 up that divides them; not with stage 0',
+            [2, "machine"],
+        ),
+    ] = None
     timeout: Annotated[
         float,
         BeforeValidator(_to_seconds),

@@ -39,10 +39,15 @@ CLOSE = "close"
 
 
 class Coordinator:
-    """Decides for ``world`` ranks. ``words`` names the pages in messages."""
+    """Decides for ``world`` ranks. ``words`` names the pages in messages.
 
-    def __init__(self, world: int, words: Sequence[str] = ()) -> None:
+    So many ranks as ``shards`` says (None: all), one after the other, have the slices of a page between them.
+    """
+
+    def __init__(self, world: int, words: Sequence[str] = (), shards: int | None = None) -> None:
         self.world = world
+        size = shards or world
+        self._near = [range(first, first + size) for first in range(0, world, size)]
         self.failed = False
         self._words = words
         self._all = range(world)
@@ -103,7 +108,12 @@ class Coordinator:
     @property
     def impatient(self) -> bool:
         """Is there a page that could be gathered for some of the ranks, if the others aren't waited for?"""
-        return any(self._ready(*want) for want in self._wants)
+        return any(
+            self._ready(key, version, near)
+            for (key, version), ranks in self._wants.items()
+            for near in self._near
+            if not ranks.isdisjoint(near)
+        )
 
     def hurry(self) -> list[Decision]:
         """Go ahead with what is wanted, by whomever: it has been waited for the others long enough."""
@@ -111,20 +121,25 @@ class Coordinator:
 
     # -- deciding -----------------------------------------------------------------------------------------
 
-    def _ready(self, key: int, version: int) -> bool:
-        return all(offered.get(key) == version for offered in self._offered)
+    def _ready(self, key: int, version: int, near: range) -> bool:
+        return all(self._offered[rank].get(key) == version for rank in near)
 
     def _gathers(self, patient: bool) -> list[Decision]:
         """Gathers that can be; while ``patient``, only of what all ranks want, so that slices are read once."""
         decided: list[Decision] = []
-        for key, version in list(self._wants):
-            ranks = self._wants[key, version]
-            if (patient and len(ranks) < self.world) or not self._ready(key, version):
-                continue
-            del self._wants[key, version]
-            for rank in ranks:
-                self._unblock(rank, f"want {key}")
-            decided.append((self._all, ["gather", key, self._next_tag(), sorted(ranks)]))
+        for (key, version), ranks in list(self._wants.items()):
+            for near in self._near:
+                wanting = sorted(ranks.intersection(near))
+                if not wanting or (patient and len(wanting) < len(near)):
+                    continue
+                if not self._ready(key, version, near):
+                    continue
+                ranks.difference_update(wanting)
+                for rank in wanting:
+                    self._unblock(rank, f"want {key}")
+                decided.append((near, ["gather", key, self._next_tag(), wanting]))
+            if not ranks:
+                del self._wants[key, version]
         return decided
 
     def _join(self, rank: int, name: str, payload: Any) -> list[Decision]:
@@ -209,7 +224,7 @@ class Coordinator:
         word = self._words[key] if key < len(self._words) else f"page {key}"
         others = [
             f"rank {each} has {self._version(each, key)}"
-            for each in self._all
+            for each in next(near for near in self._near if rank in near)
             if self._offered[each].get(key) != version
         ]
         return f"waits in {reason} for version {version} of {word}, of which {', '.join(others)}"

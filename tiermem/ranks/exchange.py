@@ -4,12 +4,16 @@ Every rank sends its slice, or the slices of the others, straight from the frame
 is copied on the way, and a rank sends (N - 1) / N of a page, as in a ring. Slices are added up in the order of the
 ranks, so that N ranks give the bits of one rank that accumulates their N batches one after the other; no ring or tree
 does. One thread calls, and posts ahead what needs no arithmetic.
+
+With hybrid sharding, ranks that are *near* each other have the slices of a page between them, and each has *replicas*
+elsewhere, which have the same slice. Near ranks add up first, each its slice; then the replicas add up what these have,
+in their order: each a part of the slice, which it sends back to the others. So little goes between machines.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +30,26 @@ _TAGS = 1 << 31
 class Exchange:
     """Moves slices between the ``world`` ranks of ``group``, whose tensors must be on the CPU.
 
-    ``largest`` is the size in bytes of the largest slice; ``float32`` has sums made in that.
+    ``largest`` is the size in bytes of the largest slice; ``float32`` has sums made in that. So many ranks as
+    ``shards`` says, one after the other, are near each other.
     """
 
-    def __init__(self, group: Any, rank: int, world: int, largest: int, float32: bool) -> None:
+    def __init__(self, group: Any, rank: int, world: int, largest: int, float32: bool, shards: int) -> None:
         self.rank = rank
         self.world = world
+        first = rank // shards * shards
+        self.near = range(first, first + shards)
+        self.place = rank - first
+        self._sets = [range(start, start + shards) for start in range(0, world, shards)]
+        self._replicas = range(self.place, world, shards)
         self._group = group
-        self._others = [other for other in range(world) if other != rank]
+        self._others = [other for other in self.near if other != rank]
         self._piece = piece_nbytes(largest)
         self._float32 = float32
         # Aligned, since slices are read into it from the disk.
-        self._scratch = torch.frombuffer(Buffer(scratch_nbytes(largest, world)).view, dtype=torch.uint8)
+        self._scratch = torch.frombuffer(
+            Buffer(scratch_nbytes(largest, shards, world // shards)).view, dtype=torch.uint8
+        )
         self.nbytes_sent: dict[str, int] = defaultdict(int)
         self.nbytes_received: dict[str, int] = defaultdict(int)
 
@@ -54,6 +66,11 @@ class Exchange:
     def _scratch_of(self, index: int, nbytes: int) -> torch.Tensor:
         return self._scratch[index * self._piece :][:nbytes]
 
+    def _slice(self, page: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+        """A near rank's slice of a page, of ``size`` elements."""
+        place = rank - self.near[0]
+        return page[place * size : (place + 1) * size]
+
     # -- gather -------------------------------------------------------------------------------------------
 
     def gather(self, page: torch.Tensor, ranks: Collection[int], tag: int) -> list[Any]:
@@ -61,10 +78,10 @@ class Exchange:
 
         Returns what is to be waited for. Slices of ranks that don't want the page come in pieces.
         """
-        size = page.numel() // self.world
+        size = page.numel() // len(self.near)
         works = []
         for other in self._others:
-            target = page[other * size : (other + 1) * size]
+            target = self._slice(page, size, other)
             if other in ranks:
                 works.append(self._receive("gather", other, target, _tagged(tag, 0)))
             else:
@@ -72,7 +89,7 @@ class Exchange:
                     self._receive("gather", other, piece, _tagged(tag, index))
                     for index, piece in enumerate(_pieces(target, self._piece))
                 ]
-        own = page[self.rank * size : (self.rank + 1) * size]
+        own = self._slice(page, size, self.rank)
         works += [
             self._send("gather", other, own, _tagged(tag, 0)) for other in self._others if other in ranks
         ]
@@ -123,7 +140,7 @@ class Exchange:
             coming[index] = rows
             if page is not None:
                 for other in self._others:
-                    piece = page[other * size + start : other * size + stop].view(torch.uint8)
+                    piece = self._slice(page, size, other)[start:stop].view(torch.uint8)
                     sends.append(self._send("reduce", other, piece, _tagged(tag, index)))
 
         for index in range(min(1, len(edges))):
@@ -133,27 +150,78 @@ class Exchange:
                 post(index + 1)
             terms: dict[int, torch.Tensor] = {}
             if page is not None:
-                own = self.rank * size
-                terms[self.rank] = page[own + start : own + stop]
+                terms[self.rank] = self._slice(page, size, self.rank)[start:stop]
             for other, work, place in coming.pop(index):
                 work.wait()
                 terms[other] = place.view(target.dtype)
-            self._add(target[start:stop], [terms[rank] for rank in sorted(terms)], fresh)
+            rows = [terms[rank] for rank in sorted(terms)]
+            self._add(target[start:stop], rows, fresh, givers, _tagged(tag, index))
         for work in sends:
             work.wait()
 
-    def _add(self, target: torch.Tensor, terms: Sequence[torch.Tensor], fresh: bool) -> None:
+    def _add(
+        self,
+        target: torch.Tensor,
+        terms: Sequence[torch.Tensor],
+        fresh: bool,
+        givers: Sequence[bool],
+        tag: int,
+    ) -> None:
         """The mean of the ranks' ``terms``, one after the other, onto what ``target`` has."""
         of = torch.float32 if self._float32 else target.dtype
-        factor = 1 / self.world
+        scaled: Iterator[torch.Tensor] = (term.to(of) * (1 / self.world) for term in terms)
         total = None if fresh else target.to(of)
-        for term in terms:
-            scaled = term.to(of) * factor
-            total = scaled if total is None else total + scaled
+        if len(self._replicas) > 1:
+            scaled = iter(self._across(_sum(None, scaled), target, of, givers, tag))
+        total = _sum(total, scaled)
         if total is None:
             target.zero_()
         else:
             target.copy_(total)
+
+    def _across(
+        self,
+        sum_: torch.Tensor | None,
+        target: torch.Tensor,
+        of: torch.dtype,
+        givers: Sequence[bool],
+        tag: int,
+    ) -> list[torch.Tensor]:
+        """The sum of the replicas' sums for ``target``, made in their order; nothing where nobody has given."""
+        gave = [any(givers[rank] for rank in near) for near in self._sets]
+        if not any(gave):
+            return []
+        whole = torch.empty_like(target, dtype=of) if sum_ is None else sum_
+        parts = dict(zip(self._replicas, _parts(whole, len(self._replicas)), strict=True))
+        own, others = parts[self.rank], [rank for rank in self._replicas if rank != self.rank]
+        works = []
+        if sum_ is not None:
+            works = [
+                self._send("across", other, _bytes(parts[other]), tag)
+                for other in others
+                if parts[other].numel()
+            ]
+        terms = {self.rank: own} if sum_ is not None else {}
+        room = self._scratch[2 * len(self._others) * self._piece :].view(of)
+        for index, (other, there) in enumerate(zip(self._replicas, gave, strict=True)):
+            if there and other != self.rank and own.numel():
+                place = room[index * own.numel() :][: own.numel()]
+                self._receive("across", other, _bytes(place), tag).wait()
+                terms[other] = place
+        for work in works:
+            work.wait()  # before what was sent is written over
+        if own.numel():
+            own.copy_(_sum(None, (terms[rank] for rank in sorted(terms))))  # type: ignore[arg-type]  # some gave
+        works = [
+            self._receive("across", other, _bytes(parts[other]), tag + 1)
+            for other in others
+            if parts[other].numel()
+        ]
+        if own.numel():
+            works += [self._send("across", other, _bytes(own), tag + 1) for other in others]
+        for work in works:
+            work.wait()
+        return [whole]
 
     # -- share --------------------------------------------------------------------------------------------
 
@@ -177,14 +245,30 @@ def piece_nbytes(largest: int) -> int:
     return max(min(PIECE_NBYTES, padded(largest)), padded(-(-largest // _PIECES)), ALIGNMENT)
 
 
-def scratch_nbytes(largest: int, world: int) -> int:
-    """Bytes of memory that an exchange needs for itself: two pieces from every other rank."""
-    return 2 * (world - 1) * piece_nbytes(largest)
+def scratch_nbytes(largest: int, shards: int, replicas: int) -> int:
+    """Bytes of memory that an exchange needs for itself: two pieces from every other rank that is near, and sums."""
+    return (2 * (shards - 1) + (3 if replicas > 1 else 0)) * piece_nbytes(largest)
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [tensor[start : start + size] for start in range(0, tensor.numel(), size)]
 
 
+def _parts(tensor: torch.Tensor, num: int) -> list[torch.Tensor]:
+    """A tensor in ``num`` parts of one size, the last but for what is left; none is empty where others aren't."""
+    size = -(-tensor.numel() // num)
+    return [tensor[min(start * size, tensor.numel()) :][:size] for start in range(num)]
+
+
+def _sum(total: torch.Tensor | None, terms: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    for term in terms:
+        total = term if total is None else total + term
+    return total
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
 def _tagged(tag: int, piece: int) -> int:
-    return (tag * _PIECES + piece) % _TAGS
+    return 2 * (tag * _PIECES + piece) % _TAGS  # and the next one, for what goes back

@@ -92,12 +92,14 @@ class Peers:
             raise RanksError(f"{what}: rank {failed} could not do its part: {said[failed][1]}", failed)
         return [each[0] for each in said]
 
-    def connect(self, slices: Sequence[int], words: Sequence[str], float32: bool) -> Ranks:
+    def connect(self, slices: Sequence[int], words: Sequence[str], float32: bool, shards: int) -> Ranks:
         """Open the connections; ``slices`` are the bytes of one slice of each page, by key, ``words`` their names.
+
+        ``shards``: how many ranks, one after the other, have the slices between them.
 
         Raises RanksError, on all ranks, when they can't reach each other.
         """
-        server = Server(Coordinator(self.world, words)) if self.rank == 0 else None
+        server = Server(Coordinator(self.world, words, shards)) if self.rank == 0 else None
         invitation = self.tell(server.invitation if server is not None else None)[0]
         with contextlib.ExitStack() as stack:
             if server is not None:
@@ -106,7 +108,8 @@ class Peers:
                 server.start(CONNECT_SECONDS)
             connection = connect(invitation, self.rank, CONNECT_SECONDS)
             stack.callback(connection.close)
-            exchange = Exchange(self._group, self.rank, self.world, max(slices, default=0), float32)
+            largest = max(slices, default=0)
+            exchange = Exchange(self._group, self.rank, self.world, largest, float32, shards)
             ranks = Ranks(connection, server, exchange, slices, self._timeout)
             stack.pop_all()
         return ranks

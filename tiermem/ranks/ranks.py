@@ -47,6 +47,10 @@ class Ranks:
     ) -> None:
         self.rank = exchange.rank
         self.world = exchange.world
+        self.near = (
+            exchange.near
+        )  # the ranks that have the slices of a page between them, this one among them
+        self.place = exchange.place  # of this one in these: which slice it has
         self.exchange = exchange
         self.stepping = False  # between the beginning of the optimizer's step and its end
         self.read: Read = _unread
