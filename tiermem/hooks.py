@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns as now
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,23 +36,11 @@ from tiermem.steps import Steps
 from tiermem.tiling import Tiled
 from tiermem.trace import Event
 from tiermem.unit import Group, Unit
+from tiermem.updater import Updater
 from tiermem.uses import Uses
 from tiermem.views import Views, tensors_in
 
 _CALL_FILE = nn.Module.__call__.__code__.co_filename
-
-
-class Updater(Protocol):
-    """Who updates units while backward runs. None of this is called inside the door."""
-
-    def begin(self) -> None:
-        """A backward begins."""
-
-    def landed(self, group: Group, index: int) -> None:
-        """The gradient of one field has landed."""
-
-    def run(self) -> None:
-        """Units may have been left."""
 
 
 class Hooks:
@@ -159,8 +147,20 @@ class Hooks:
             else:
                 left += self._end_pass(stack)
 
+    @property
+    def running(self) -> bool:
+        """Is a forward of the whole model, or a backward, under way in this thread?"""
+        return bool(self._calls.mine.passes) or torch._C._current_graph_task_id() != -1
+
+    def settle(self) -> None:
+        """Have updates made that are pending: parameters and state are those after the last step."""
+        if self.updater is not None:
+            self.updater.settle()
+
     def begin_copying(self, *_: Any) -> None:
         """A ``state_dict`` call begins: what it takes of parameters is copied."""
+        if not self.views.copying:
+            self.settle()
         self.views.copying += 1
 
     def end_copying(self, *_: Any) -> None:
@@ -183,8 +183,23 @@ class Hooks:
 
     @eager
     def _before_pass(self, module: nn.Module, args: Any) -> None:
+        self._begin_forward(_caller())
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within it, what is computed is a forward of the whole model, though nobody calls that."""
+        self._begin_forward(sys._getframe(2))  # whose frame has the context
+        try:
+            yield
+        finally:
+            with self.door:
+                stack = self._calls.mine
+                if stack.passes:
+                    self.views.stop_saving(self._end_pass(stack))
+
+    def _begin_forward(self, caller: FrameType) -> None:
         self.views.check_transforms()
-        training, caller = torch.is_grad_enabled(), _caller()
+        training = torch.is_grad_enabled()
         if training and not self._calls.mine.passes:
             self._begin_step()
         while not self._begin_pass(training, caller):
@@ -192,6 +207,8 @@ class Hooks:
 
     def _begin_step(self) -> None:
         """Outside of the door: what may take long, or wait for hours."""
+        if self.updater is not None and not self.running:
+            self.updater.begin_forward()
         if self.commits is not None:
             self.commits.begin_forward()
         disk = self.pager.transfers.disk
@@ -346,6 +363,7 @@ class Hooks:
         with self.door:
             self._close_before(unit)
         updater.run()
+        updater.enter(unit)
 
     @contextmanager
     def backward_of(self, unit: Unit) -> Iterator[None]:
@@ -402,6 +420,8 @@ class Hooks:
         return had
 
     def _landed(self, group: Group, index: int, parameter: torch.Tensor) -> None:
+        if self.updater is not None:
+            self.updater.landing(group)
         with self.door.hold(), torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
@@ -431,8 +451,11 @@ class Hooks:
 
     def set_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Replace the parameter's gradient; None forgets it."""
-        if gradient is None and self.home[id(parameter)][0].unit == 0:
+        group, _ = self.home[id(parameter)]
+        if gradient is None and group.unit == 0:
             self.release_resident()
+        if self.updater is not None:
+            self.updater.landing(group)
         self.gradients.set(parameter, gradient)
 
     def set_data(self, parameter: torch.Tensor, data: torch.Tensor) -> None:

@@ -8,16 +8,16 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from tiermem import checkpoint
+from tiermem import checkpoint, vertical
 from tiermem.checkpoint import Loaded, Saving
 from tiermem.compiled import Compiled
 from tiermem.config import Config
@@ -79,6 +79,7 @@ class TieredModule(nn.Module):
             self._laps = Laps(runtime)
             self._saves = checkpoint.Saves(module, runtime)
             self._compiled: Compiled | None = None
+            self._chain: list[Any] = []  # that has been compared with the model
             self._hidden = _hide_views(module, runtime)
             # The folder on disk goes with the process even when nobody calls close().
             self._finalizer = weakref.finalize(self, _abandon, runtime)
@@ -127,7 +128,8 @@ class TieredModule(nn.Module):
         optimizer updates units during backward: its first update is made before there is a norm.
         """
         self._runtime.check_open()
-        if self._runtime.hooks.updater is not None:
+        updater = self._runtime.hooks.updater
+        if updater is not None and not updater.clips:
             raise PagingError(
                 "clip_grad_norm_() needs all gradients before the first update, and this model's optimizer updates "
                 "units during backward: make it with during_backward=False"
@@ -137,6 +139,39 @@ class TieredModule(nn.Module):
         return self._runtime.hooks.gradients.clip(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite
         )
+
+    def accumulate(
+        self,
+        batches: Iterable[tuple[Any, Any]],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        accumulation: Literal["vertical", "horizontal"] = "vertical",
+        chain: Iterable[Callable[[Any], Any]] | None = None,
+    ) -> list[torch.Tensor]:
+        """Forward and backward of a step's micro-batches, each ``(input, target)``; returns their losses, detached.
+
+        The loss of one is ``loss_fn(model(input), target)``, a scalar. Gradients of all are added up, so divide in it.
+
+        Vertical accumulation is for chains: an ``nn.Sequential``, or what ``chain`` names, modules and functions that
+        the model's forward calls one after the other, each with what the one before returned. All micro-batches go
+        through a link before any goes through the next, in forward and in backward, where links run again
+        (checkpointing). So parameters are paged once for each, however many micro-batches there are; what goes from
+        link to link is kept of all of them, and paged as ``placement.activations`` says. Gradients have the bits of one
+        backward after the other, but for weights that several links use, and random numbers: both have another order.
+        On the first call with a chain its output is compared with the model's, for one micro-batch in eval mode.
+        ``accumulation="horizontal"`` is one micro-batch after the other, for any model.
+
+        Raises ConfigError for a model that isn't a chain, or a chain that isn't the model.
+        """
+        self._begin()
+        given = vertical.checked(batches, accumulation)
+        if accumulation == "horizontal":
+            return vertical.horizontal(self, given, loss_fn, self.no_sync)
+        links = vertical.links_of(self.module, chain)
+        if chain is not None and links != self._chain:
+            vertical.compare(self._runtime.hooks, links, given[0][0])
+            self._chain = links
+        return vertical.accumulate(self._runtime.hooks, links, given, loss_fn)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -227,7 +262,13 @@ class TieredModule(nn.Module):
             raise PagingError(
                 "load_state_dict(assign=True) can't be had while the model is paged: leave assign out"
             )
+        self._settle()
         return self.module.load_state_dict(state_dict, strict)
+
+    def _settle(self) -> None:
+        """Have an update that is pending made (``delayed=True``)."""
+        if not self._runtime.closed:
+            self._runtime.hooks.settle()
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -270,6 +311,7 @@ class TieredModule(nn.Module):
         After :meth:`close` it saves the parameters of the module as they are then; the optimizer's state went with the
         pages. Raises CheckpointError for what can't be saved, SavingError (an OSError) when the disk refuses.
         """
+        self._settle()
         return self._saves.save(
             path,
             optimizer,
@@ -306,6 +348,7 @@ class TieredModule(nn.Module):
         Raises CheckpointError with every difference of names, shapes and dtypes there is, before anything is changed;
         or when a file is damaged.
         """
+        self._settle()
         return self._saves.load(path, optimizer, strict=strict, cast=cast)
 
     def __getattr__(self, name: str) -> Any:

@@ -479,6 +479,9 @@ class Runtime:
             return
         if self.pager.watcher is not None:
             self.pager.watcher.settle()
+        if restore:
+            self.hooks.unwind()
+            self.hooks.settle()
         self.hooks.detach()
         if restore and self.partition.shards_parameters and self.ranks is not None and self.ranks.failed:
             warnings.warn(

@@ -16,6 +16,7 @@ from tiermem.dtensors import is_dtensor
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
 from tiermem.trainer.base import Exact, PagingOptimizer, pieces_of
+from tiermem.trainer.delayed import Delayed, DelayedUpdate
 from tiermem.trainer.during import DuringBackward
 from tiermem.trainer.kernel import Hyper, Kernel
 from tiermem.trainer.moments import AdamUpdate
@@ -24,7 +25,7 @@ __all__ = ["Adam", "AdamW"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TAKES = "this Adam takes float32, bfloat16, float16"
-_FLOAT32_STATE = ("exp_avg", "exp_avg_sq", "master")
+_FLOAT32_STATE = ("exp_avg", "exp_avg_sq", "master", "error")
 
 
 class Adam(PagingOptimizer):
@@ -44,6 +45,13 @@ class Adam(PagingOptimizer):
     must follow each backward that isn't in ``model.no_sync()``. The numbers are the same. Clipping and loss scaling,
     which need all gradients before the first update, and several ranks are refused; a backward that raises an error
     leaves what it had updated.
+
+    ``delayed``: of a :class:`tiermem.TieredModule`, make the update of a step while the next one's backward runs, which
+    computes with the parameters of the step before (ZeRO-Offload's one-step delayed update). **The numbers are other
+    ones.** The first ``undelayed_steps`` updates are made at once, while gradients change fast. Gradients are the
+    optimizer's from ``step()`` on (``p.grad`` is None), and may be clipped and scaled. :meth:`settle` makes what is
+    pending; so do ``state_dict``, ``save``, ``load`` and ``close``. Parameters that aren't paged are updated at once.
+    Refused: several ranks, durable runs, ``during_backward``.
 
     State per parameter: ``step`` (float32 scalar), ``exp_avg`` and ``exp_avg_sq`` (float32, the parameter's
     shape and strides) and, unless the parameter is float32, ``master`` (float32, likewise). So a float32
@@ -73,6 +81,8 @@ class Adam(PagingOptimizer):
         decoupled_weight_decay: bool = False,
         kernel: Kernel | None = None,
         during_backward: bool = False,
+        delayed: bool = False,
+        undelayed_steps: int = 40,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -86,8 +96,16 @@ class Adam(PagingOptimizer):
             raise ValueError(f"Invalid beta parameter at index 1: {betas[1]}")
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        if delayed and during_backward:
+            raise ValueError(
+                "delayed=True and during_backward=True say different things of when updates are made"
+            )
+        if not undelayed_steps >= 0:
+            raise ValueError(f"Invalid undelayed_steps: read {undelayed_steps}; allowed is 0 or more")
         self._kernel = kernel
         self.during_backward = during_backward
+        self.delayed = delayed
+        self._undelayed_steps = undelayed_steps
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._paged: dict[Hooks, AdamUpdate] = {}  # for each wrapped model among the parameters
         defaults = {
@@ -117,6 +135,8 @@ class Adam(PagingOptimizer):
         self.__dict__.setdefault("_kernel", None)
         self.__dict__.setdefault("_paged", {})
         self.__dict__.setdefault("during_backward", False)
+        self.__dict__.setdefault("delayed", False)
+        self.__dict__.setdefault("_undelayed_steps", 0)
         self._seen = {}
         for group in self.param_groups:
             group.setdefault("maximize", False)
@@ -177,20 +197,46 @@ class Adam(PagingOptimizer):
         known = self._paged.get(owner)
         if known is not None:
             return known
-        update = AdamUpdate(owner, self)
-        if self.during_backward:
-            if owner.reduction.partition.world > 1:
-                raise ValueError(
-                    f"during_backward=True: {owner.reduction.partition.world} ranks share the model, and a gradient is "
-                    "complete only when all of them have given theirs: leave it out"
-                )
-            if owner.updater is not None:
-                raise ValueError(
-                    "during_backward=True: another optimizer updates this model during backward already"
-                )
-            owner.updater = DuringBackward(update)
-        self._paged[owner] = update
+        self._paged[owner] = update = self._new_update(owner)
         return update
+
+    def _new_update(self, owner: Hooks) -> AdamUpdate:
+        if not (self.during_backward or self.delayed):
+            return AdamUpdate(owner, self)
+        named = "delayed=True" if self.delayed else "during_backward=True"
+        if owner.reduction.partition.world > 1:
+            raise ValueError(
+                f"{named}: {owner.reduction.partition.world} ranks share the model, and a gradient is complete only "
+                "when all of them have given theirs, as parameters are needed until all have left them: leave it out"
+            )
+        if owner.updater is not None:
+            raise ValueError(f"{named}: another optimizer updates this model during backward already")
+        if not self.delayed:
+            update = AdamUpdate(owner, self)
+            owner.updater = DuringBackward(update)
+            return update
+        if owner.commits is not None:
+            raise ValueError(
+                "delayed=True: a commit has what steps have made, and these are made a step later: leave it out, or "
+                'set durability.mode = "off" (model.save makes what is pending first)'
+            )
+        delayed = DelayedUpdate(owner, self, self._undelayed_steps)
+        owner.updater = Delayed(delayed)
+        return delayed
+
+    def beside(self, parameter: Tensor) -> tuple[str, ...]:
+        """What its state has in pages beside moments and masters: names in ``Group.states``."""
+        update = self._update_of(parameter)
+        return update.beside if isinstance(update, AdamUpdate) else ()
+
+    def settle(self) -> None:
+        """Make parameters and state what they are after the last step: with ``delayed``, its update is made now.
+
+        Raises PagingError in the middle of a forward or backward.
+        """
+        for update in self._paged.values():
+            if not update.hooks.views.closed:
+                update.settle()
 
     def with_what(self) -> tuple[Kernel, list[Hyper]]:
         """The kernel and each parameter group's settings, as they are now."""
@@ -277,6 +323,8 @@ class AdamW(Adam):
         maximize: bool = False,
         kernel: Kernel | None = None,
         during_backward: bool = False,
+        delayed: bool = False,
+        undelayed_steps: int = 40,
     ) -> None:
         super().__init__(
             params,
@@ -288,6 +336,8 @@ class AdamW(Adam):
             decoupled_weight_decay=True,
             kernel=kernel,
             during_backward=during_backward,
+            delayed=delayed,
+            undelayed_steps=undelayed_steps,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

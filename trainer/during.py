@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from tiermem.trainer.kernel import Hyper, Kernel
 from tiermem.trainer.moments import AdamUpdate
-from tiermem.unit import Group
+from tiermem.unit import Group, Unit
 
 
 @runtime_checkable
@@ -27,12 +27,26 @@ class Owner(Protocol):
 class DuringBackward:
     """What ``Hooks`` tells while backward runs, and what is made of it."""
 
+    clips = False
+
     def __init__(self, update: AdamUpdate) -> None:
         self._update = update
         self._arrived: dict[Group, set[int]] = {}
         self._ready: list[Group] = []
         units = update.hooks.units
         self._unit_of = {group: unit for unit in units[1:] for group in unit.groups if group.trainable}
+
+    def begin_forward(self) -> None:
+        """A forward begins: nothing is kept from it."""
+
+    def settle(self) -> None:
+        """Nothing is pending."""
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's backward begins, and needs nothing of this."""
+
+    def landing(self, group: Group) -> None:
+        """A gradient is about to land, where no other one is."""
 
     def begin(self) -> None:
         """A backward begins; what one before it left incomplete is ``step()``'s."""
@@ -61,4 +75,7 @@ class DuringBackward:
                 continue  # its unit is open, or a tensor looks into it
             self._ready.remove(group)
             if all(id(field.parameter) in self._update.settings for field in group.fields):
-                self._update.early(self._unit_of[group], group, *owner.with_what())
+                self._make(self._unit_of[group], group, owner)
+
+    def _make(self, unit: Unit, group: Group, owner: Owner) -> None:
+        self._update.early(unit, group, *owner.with_what())

@@ -11,9 +11,8 @@ update writes it from the masters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter_ns as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -25,21 +24,23 @@ from tiermem.policies import Access, Effect, Phase
 from tiermem.trace import Event, Tier
 from tiermem.trainer.committed import resume, state_of
 from tiermem.trainer.kernel import Hyper, Kernel
+from tiermem.trainer.runs import Run, Runs
 from tiermem.trainer.update import Update
 from tiermem.unit import Group, Part, Unit
 
 KINDS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ, "master": Kind.MASTER}
 
 
-@dataclass(slots=True)
-class Run:
-    """Neighbouring elements of a page with the same settings and the same count of updates."""
+class Source(NamedTuple):
+    """Where an update reads a group's gradients: ``landed`` says of which fields they are in the page.
 
-    start: int
-    stop: int
-    setting: int
-    step: int
-    fields: tuple[int, ...]
+    They are multiplied by ``scale`` and, in float32, by ``unscale`` when they are read.
+    """
+
+    page: Page
+    landed: bytes
+    scale: torch.Tensor | None
+    unscale: float
 
 
 class AdamUpdate(Update):
@@ -48,7 +49,7 @@ class AdamUpdate(Update):
     def __init__(self, hooks: Hooks, owner: Optimizer) -> None:
         super().__init__(hooks, owner)
         self.steps: dict[int, int] = {}  # id of a parameter -> updates it has had
-        self._runs: dict[int, tuple[bytes, list[Run]]] = {}  # id of a Group -> (what had landed, its runs)
+        self._runs = Runs(hooks.units, self.settings, self.steps)
 
     def add(self, parameters: Sequence[torch.Tensor], setting: int) -> None:
         """These parameters are updated with the settings of parameter group number ``setting``.
@@ -67,6 +68,12 @@ class AdamUpdate(Update):
         if self.hooks.commits is not None:
             self.hooks.commits.join(self)
 
+    beside: tuple[str, ...] = ()
+    """What a parameter's state has in pages beside moments and masters: names in ``Group.states``."""
+
+    def settle(self) -> None:
+        """Make parameters and state what they are after the last step, for whoever takes them: they are."""
+
     def step(self, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
         """Update every parameter that has a gradient; ``hypers`` are the parameter groups' settings.
 
@@ -79,7 +86,7 @@ class AdamUpdate(Update):
 
         Where there is no room for it beside what is open, nothing is changed, and it is left to the step.
         """
-        runs = self._runs_of(group)
+        runs = self._runs.of(group, bytes(group.landed))
         if not runs:
             return
         self._begin()
@@ -98,13 +105,22 @@ class AdamUpdate(Update):
                     self.hooks.pager.discard(gradient)
                     gradient.spent = True
 
-    def _update(self, unit: Unit, group: Group, kernel: Kernel, hypers: Sequence[Hyper]) -> None:
-        runs = self._runs_of(group)
+    def _update(
+        self,
+        unit: Unit,
+        group: Group,
+        kernel: Kernel,
+        hypers: Sequence[Hyper],
+        taken: Source | None = None,
+    ) -> None:
+        """Update a group from its gradients, or from those that a step has ``taken`` of it."""
+        source = taken or Source(group.summed, bytes(group.landed), group.scale, group.unscale)
+        runs = self._runs.of(group, source.landed)
         if not runs:
             return
         number = sum(len(each.parts) for each in unit.groups[: unit.groups.index(group)])
         hooks, pager = self.hooks, self.hooks.pager
-        gradient, parameter = group.summed, group.updated
+        gradient, parameter = source.page, group.updated
         whole = (
             group.dtype is not torch.float32
             and sum(len(run.fields) for run in runs) == len(group.fields)
@@ -113,7 +129,7 @@ class AdamUpdate(Update):
         )
         shared = [gradient] if whole else [gradient, parameter]
         fields = {index for run in runs for index in run.fields}
-        spends = group.spends(fields)
+        spends = taken is not None or group.spends(fields)
         pager.announce([parameter, *(page for part in group.parts for page in part.pages)])
         begun = False
         done = False
@@ -149,7 +165,7 @@ class AdamUpdate(Update):
                     start = now()
                     self._renew_masters(group, part)
                     for low, high, run in spans:
-                        self._call(kernel, group, part, low, high, run, hypers[run.setting])
+                        self._call(kernel, group, source, part, low, high, run, hypers[run.setting])
                     nbytes = sum(page.nbytes for page in part.pages) * 2
                     hooks.trace.record(
                         Event.OPTIMIZER, start, now() - start, unit.number, parameter.number, nbytes,
@@ -173,7 +189,8 @@ class AdamUpdate(Update):
                         pager.abandon(parameter)
                     parameter.version += 1
                     gradient.spent = done and spends
-        group.use(fields)
+        if taken is None:
+            group.use(fields)
         group.stale.clear()
         hooks.reduction.updated(group)
         with hooks.door:
@@ -181,11 +198,19 @@ class AdamUpdate(Update):
             self._send([parameter])
 
     def _call(
-        self, kernel: Kernel, group: Group, part: Part, low: int, high: int, run: Run, hyper: Hyper
+        self,
+        kernel: Kernel,
+        group: Group,
+        source: Source,
+        part: Part,
+        low: int,
+        high: int,
+        run: Run,
+        hyper: Hyper,
     ) -> None:
         size = group.dtype.itemsize
         inside = (low - part.start) * 4
-        parameter, gradient = group.updated, group.summed
+        parameter, gradient = group.updated, source.page
         kernel.update(
             parameter=self._address(parameter) + (low - group.first_of(parameter)) * size,
             parameter_dtype=group.dtype,
@@ -197,8 +222,8 @@ class AdamUpdate(Update):
             count=high - low,
             hyper=hyper,
             step=run.step,
-            grad_scale=(1.0 if group.scale is None else float(group.scale)) * group.unscale,
-            exact=group.unscale != 1.0,
+            grad_scale=(1.0 if source.scale is None else float(source.scale)) * source.unscale,
+            exact=source.unscale != 1.0,
         )
 
     def _address(self, page: Page) -> int:
@@ -241,48 +266,14 @@ class AdamUpdate(Update):
             values = host.view(group.updated.host, group.dtype, start, size, (1,))
         yield values, host.view(page.host, torch.float32, low - part.start, size, (1,))
 
-    def _runs_of(self, group: Group) -> list[Run]:
-        landed = bytes(group.landed)
-        known = self._runs.get(id(group))
-        if known is not None and known[0] == landed:
-            return known[1]
-        self._settle(group)
-        runs: list[Run] = []
-        for index, field in enumerate(group.fields):
-            setting = self.settings.get(id(field.parameter))
-            if setting is None or not landed[index]:
-                continue
-            step = self.steps[id(field.parameter)]
-            stop = field.offset + field.numel
-            last = runs[-1] if runs else None
-            if last and last.fields[-1] == index - 1 and (last.setting, last.step) == (setting, step):
-                # What lies between two tensors is zeros in every page, and zeros stay zeros.
-                runs[-1] = Run(last.start, stop, setting, step, (*last.fields, index))
-            else:
-                runs.append(Run(field.offset, stop, setting, step, (index,)))
-        self._runs[id(group)] = (landed, runs)
-        return runs
-
-    def _settle_steps(self) -> None:
-        """Write what the runs counted back to the single parameters."""
-        for unit in self.hooks.units:
-            for group in unit.groups:
-                self._settle(group)
-
-    def _settle(self, group: Group) -> None:
-        known = self._runs.pop(id(group), None)
-        for run in known[1] if known else ():
-            for index in run.fields:
-                self.steps[id(group.fields[index].parameter)] = run.step
-
     def updates_of(self, parameter: torch.Tensor) -> int:
         """How many updates a parameter has had."""
-        self._settle_steps()
+        self._runs.settle_all()
         return self.steps[id(parameter)]
 
     def set_updates(self, parameter: torch.Tensor, count: int) -> None:
         """Say how many updates the state in a parameter's pages has had."""
-        self._settle_steps()
+        self._runs.settle_all()
         self.steps[id(parameter)] = count
 
     # -- state, as commits have it --------------------------------------------------------------------------
@@ -299,7 +290,7 @@ class AdamUpdate(Update):
 
     def state(self) -> dict[str, Any]:
         """Settings and counts, see :mod:`tiermem.trainer.committed`."""
-        self._settle_steps()
+        self._runs.settle_all()
         return state_of(self._owned(), self._names(), self.steps)
 
     def resume(self, states: Sequence[dict[str, Any]]) -> None:
@@ -322,7 +313,7 @@ class AdamUpdate(Update):
 
         Empty before its first update. Shapes and strides are the parameter's, dtypes float32.
         """
-        self._settle_steps()
+        self._runs.settle_all()
         self.hooks.release_resident()
         step = self.steps[id(parameter)]
         if step == 0:
@@ -342,7 +333,7 @@ class AdamUpdate(Update):
 
     def write(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Take over the state of one parameter from what :meth:`read` or an unpaged optimizer gave."""
-        self._settle_steps()
+        self._runs.settle_all()
         self.hooks.release_resident()
         group, index = self.hooks.home[id(parameter)]
         field = group.fields[index]

@@ -5,7 +5,7 @@ Names are those of ``state_dict()``. A parameter that has several (tied weights)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -116,6 +116,12 @@ class PagedOptimizer(Protocol):
     def set_updates(self, parameter: torch.Tensor, count: int) -> None:
         """Say how many updates the state has had that was written into the pages."""
 
+    def beside(self, parameter: torch.Tensor) -> Sequence[str]:
+        """What its state has in pages (float32) beside moments and masters: names in ``Group.states``."""
+
+    def settle(self) -> None:
+        """Make parameters and state what they are after the last step. All ranks must call it."""
+
 
 @runtime_checkable
 class StatefulPages(Protocol):
@@ -198,8 +204,8 @@ def _persistent(net: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class OptimizerContents:
     """The state of ``optimizer`` for the parameters of ``contents``.
 
-    ``updates``: of parameters with our state in pages, how many they have had; ``states``: of those with another
-    optimizer's, the names and dtypes of what is in pages; ``plain``: state tensors that are in no page; ``scalars``:
+    ``updates``: of parameters with our state in pages, how many they have had; ``states``: the names and dtypes of what
+    is in pages beside that, or of another optimizer's; ``plain``: state tensors that are in no page; ``scalars``:
     numbers, by name of the parameter and of the state; ``groups``: the parameter groups, as JSON has them, with
     ``parameters`` as names.
 
@@ -213,6 +219,8 @@ class OptimizerContents:
         self.scalars: dict[str, dict[str, float]] = {}
         self.groups: list[dict[str, Any]] = []
         names = parameter_names(optimizer, contents)
+        if isinstance(optimizer, PagedOptimizer):
+            optimizer.settle()
         facts = optimizer.facts() if isinstance(optimizer, StatefulPages) else {}
         for number, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -221,8 +229,14 @@ class OptimizerContents:
             for name, parameter in zip(names[number], group["params"], strict=True):
                 updates = optimizer.updates_of(parameter) if isinstance(optimizer, PagedOptimizer) else None
                 if updates is not None:
+                    assert isinstance(optimizer, PagedOptimizer)
                     self.updates[name] = updates
                     self.scalars[name] = {"step": float(updates)} if updates else {}
+                    self.states[name] = {
+                        key: torch.float32
+                        for key in optimizer.beside(parameter)
+                        if not any(each.page.blank for each in contents.paged[name].group.states[key])
+                    }
                 elif id(parameter) in facts:
                     self.states[name], kept = facts[id(parameter)]
                     self._add(name, kept)

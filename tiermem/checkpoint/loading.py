@@ -6,7 +6,7 @@ the pages before have the checkpoint's content, and the one that was being fille
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,9 @@ class Loading:
         }
         self._updates: dict[str, int] = {}  # of parameters whose state goes into pages
         self._parameters: dict[str, torch.Tensor] = {}  # these parameters
+        self._beside: dict[
+            str, Sequence[str]
+        ] = {}  # what of their state is in pages beside moments and masters
 
     def check(self, *, strict: bool, cast: bool) -> None:
         """Raise CheckpointError with everything that doesn't fit."""
@@ -89,6 +92,7 @@ class Loading:
                         step = int(self._source.scalars.get(name, {}).get("step", 0))
                         self._updates[name] = step
                         self._parameters[name] = parameter
+                        self._beside[name] = optimizer.beside(parameter)
                         problems += [
                             f"optimizer: {name} has had {step} updates, and no {moment} is there"
                             for moment in ("exp_avg", "exp_avg_sq")
@@ -145,6 +149,14 @@ class Loading:
             zeros = [index for index, n in updates.items() if not n]
             for stretch in stretches(group, kind) if updates else ():
                 self._fill(runtime, group, stretch, state, zeros)
+        for name in dict.fromkeys(name for index in updates for name in self._beside[names[index]]):
+            keys = {index: Key(f"{OPTIMIZER}/{name}", names[index]) for index in updates}
+            state = {index: key for index, key in keys.items() if key in self._source.entries}
+            pages = stretches(group, name)
+            if state or not all(stretch.page.blank for stretch in pages):
+                zeros = [index for index in updates if index not in state]
+                for stretch in pages:
+                    self._fill(runtime, group, stretch, state, zeros)
 
     def _renew(self, runtime: Runtime, group: Group) -> None:
         """Other ranks gather what this one has read from here on, and it what they have."""
