@@ -1,4 +1,4 @@
-"""Updates delayed by one step: the bits of one that is told to wait, and what makes a pending update before it is asked."""
+"""Updates delayed by one step: the bits of one that is told to wait, and what makes a pending one first."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ def test_parameters_are_paged_once_for_all_micro_batches(wrap: Wrap) -> None:
         for accumulation in ("vertical", "horizontal")
         for count in (2, 6)
     }
-    assert read["vertical", 6] == read["vertical", 2] > 0
+    # What the disk is doing decides of a page or two whether it is still there.
+    assert 0 < read["vertical", 6] < 1.1 * read["vertical", 2]
     assert read["horizontal", 6] > 2 * read["vertical", 6]
 
 
