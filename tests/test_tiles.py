@@ -343,6 +343,9 @@ def test_during_backward(wrap: Wrap) -> None:
     found = train(model, optimizer, case(), steps=2, accumulation=1, clip=None)
     if exact():
         assert_equal(expected, found)
+    other = wrap(build(case()), host=BUDGET)
+    with pytest.raises(ValueError, match=r"tiles, .*raise host\.budget so that it fits in one piece"):
+        adamw(other, delayed=True)
 
 
 @pytest.mark.compatible("Parameters in tiles", "checkpoints, to and from a model in one piece", "")

@@ -16,7 +16,7 @@ from tiermem.dtensors import is_dtensor
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
 from tiermem.trainer.base import Exact, PagingOptimizer, pieces_of
-from tiermem.trainer.delayed import Delayed, DelayedUpdate
+from tiermem.trainer.delayed import Delayed, DelayedUpdate, require_delayable
 from tiermem.trainer.during import DuringBackward
 from tiermem.trainer.kernel import Hyper, Kernel
 from tiermem.trainer.moments import AdamUpdate
@@ -215,11 +215,7 @@ class Adam(PagingOptimizer):
             update = AdamUpdate(owner, self)
             owner.updater = DuringBackward(update)
             return update
-        if owner.commits is not None:
-            raise ValueError(
-                "delayed=True: a commit has what steps have made, and these are made a step later: leave it out, or "
-                'set durability.mode = "off" (model.save makes what is pending first)'
-            )
+        require_delayable(owner)
         delayed = DelayedUpdate(owner, self, self._undelayed_steps)
         owner.updater = Delayed(delayed)
         return delayed

@@ -277,3 +277,18 @@ class Delayed(DuringBackward):
     def landing(self, group: Group) -> None:
         """The same for what no unit's backward was entered for."""
         self._delayed.keep_from(group)
+
+
+def require_delayable(hooks: Hooks) -> None:
+    """Raise ValueError for a model whose updates can't be a step late."""
+    if hooks.commits is not None:
+        raise ValueError(
+            "delayed=True: a commit has what steps have made, and these are made a step later: leave it out, or "
+            'set durability.mode = "off" (model.save makes what is pending first)'
+        )
+    tiled = next(iter(hooks.tiled.values()), None)
+    if tiled is not None:
+        raise ValueError(
+            f"delayed=True: {tiled.name} is in {len(tiled.tiles)} tiles, whose gradients are added up in their pages, "
+            "and can't be held there: raise host.budget so that it fits in one piece, or leave it out"
+        )

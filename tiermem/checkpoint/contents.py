@@ -235,7 +235,11 @@ class OptimizerContents:
                     self.states[name] = {
                         key: torch.float32
                         for key in optimizer.beside(parameter)
-                        if not any(each.page.blank for each in contents.paged[name].group.states[key])
+                        if not any(
+                            each.page.blank
+                            for place in contents.paged[name]
+                            for each in place.group.states[key]
+                        )
                     }
                 elif id(parameter) in facts:
                     self.states[name], kept = facts[id(parameter)]
