@@ -204,9 +204,9 @@ class Adam(PagingOptimizer):
         if not (self.during_backward or self.delayed):
             return AdamUpdate(owner, self)
         named = "delayed=True" if self.delayed else "during_backward=True"
-        if owner.reduction.partition.world > 1:
+        if owner.reduction.ranks is not None:
             raise ValueError(
-                f"{named}: {owner.reduction.partition.world} ranks share the model, and a gradient is complete only "
+                f"{named}: {owner.reduction.ranks.world} ranks share the model, and a gradient is complete only "
                 "when all of them have given theirs, as parameters are needed until all have left them: leave it out"
             )
         if owner.updater is not None:
