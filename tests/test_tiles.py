@@ -20,8 +20,9 @@ from tests.parity import adamw, assert_equal, assert_same, build, refused, same,
 from tiermem.products import accumulate, rows_of, step_of
 from tiermem.trainer import AdamW, paged
 
-ROWS = 1000
-WIDTH = 40
+STEP = rows_of(torch.float32)
+ROWS = 5 * STEP + 40
+WIDTH = 40 * 192 // max(STEP, 192)  # the same bytes wherever it runs
 BUDGET = "176KiB"  # the table alone takes 156, and its gradient as much
 HOSTS = {
     False: BUDGET,
@@ -98,11 +99,9 @@ def test_training_is_that_of_the_model_in_one_piece(kind: str, three: bool, wrap
 
 
 def test_a_product_in_tiles_has_the_bits_of_the_product() -> None:
-    step = rows_of(torch.float32)
-    left, right = torch.randn(37, 7 * step + 11), torch.randn(7 * step + 11, 48)
+    left, right = torch.randn(37, 7 * STEP + 11), torch.randn(7 * STEP + 11, 48)
     total = None
-    for low in (0, 2 * step, 5 * step):
-        high = {0: 2 * step, 2 * step: 5 * step}.get(low, len(right))
+    for low, high in ((0, 2 * STEP), (2 * STEP, 5 * STEP), (5 * STEP, len(right))):
         total = accumulate(total, left[:, low:high], right[low:high])
     assert total is not None
     whole = left @ right
@@ -175,7 +174,7 @@ def test_an_embedding_fetches_the_rows_that_are_looked_up(
     # The others have gradients all the same, of zeros, and moments and weights that move as they do in one piece.
     before = model.state_dict()["table.weight"]
     adamw(model).step()
-    assert not torch.equal(before[500], model.state_dict()["table.weight"][500])
+    assert not torch.equal(before[ROWS // 2], model.state_dict()["table.weight"][ROWS // 2])
     with pytest.raises(IndexError, match="out of range"):
         model.table(torch.tensor([ROWS]))
 
@@ -280,6 +279,24 @@ def test_functions_from_anywhere(wrap: Wrap) -> None:
     assert model.stats()["tiles"]
     if exact():
         assert_equal(expected, found)
+
+
+@pytest.mark.compatible("Parameters in tiles", "model.compile() and torch.compile(model)", "")
+@pytest.mark.parametrize("way", ["within units", "from outside"])
+def test_compiled(way: str, wrap: Wrap) -> None:
+    plain, net = (build(case(lambda: Net(tied=True, bias=False))) for _ in range(2))
+    model = wrap(net, host=BUDGET)
+    given = batch()
+    if way == "within units":
+        model.compile(backend="eager")
+    compiled: Any = model if way == "within units" else torch.compile(model, backend="eager")
+    assert same(compiled(given[0]), plain(given[0]))
+    for each in (plain, compiled):
+        loss(each, given).backward()
+    if exact():
+        assert torch.equal(model.table.weight.grad, plain.table.weight.grad)
+    model.close()
+    assert "forward" not in vars(net.head)
 
 
 @pytest.mark.parametrize("trained", [False, True])

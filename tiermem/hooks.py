@@ -103,6 +103,10 @@ class Hooks:
                     own(field.parameter, self)
         self._guard.attach()
 
+    def keep(self, handle: Any) -> None:
+        """Have something else removed with the hooks, by its ``remove()``."""
+        self._handles.append(handle)
+
     def detach(self) -> None:
         """Remove all hooks and pins; parameters are ordinary again, and still look into frames."""
         for handle in self._handles:

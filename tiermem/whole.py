@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tiermem.aside import Aside
@@ -58,6 +59,18 @@ class Copy(torch.Tensor):
             return tree_map_only(torch.Tensor, lambda leaf: _marked(leaf, places), result)
 
 
+class Untraced:
+    """A module's forward that compilers run as it is, until :meth:`remove`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        module.forward = eager(module.forward)
+
+    def remove(self) -> None:
+        """The module has its own forward again."""
+        vars(self._module).pop("forward", None)
+
+
 class Whole:
     """One parameter in tiles, as it is to everybody: the owner that all that is done to it is passed on to.
 
@@ -82,6 +95,9 @@ class Whole:
         """Take the parameter over, until its hooks are detached."""
         self.hooks.tiled[id(self._parameter)] = self._tiled
         own(self._parameter, self, TiledParameter)
+        for module in self._tiled.owners:
+            if "forward" not in vars(module):
+                self.hooks.keep(Untraced(module))
 
     # -- what is computed by tiles ----------------------------------------------------------------------------
 
