@@ -9,14 +9,23 @@ import torch
 
 import tiermem
 from tests.models import BY_NAME
+from tests.optimizers import ELEMENTWISE, MIXING
 from tests.parity import adamw, build, snapshot
 from tiermem.checkpoint.reader import ArrayReader
+from tiermem.trainer import paged
 
 CASE = BY_NAME["gpt-tied"]
 
 
 def run(
-    rank: int, world: int, folder: Path, stage: int, dtype: torch.dtype, load: str | None, save: str | None
+    rank: int,
+    world: int,
+    folder: Path,
+    stage: int,
+    dtype: torch.dtype,
+    load: str | None,
+    save: str | None,
+    kind: str | None = None,
 ) -> dict[str, Any]:
     """Load, look, make a step, save, look again. All ranks have the same batch, so their mean is its gradient."""
     config = {
@@ -35,7 +44,10 @@ def run(
     ArrayReader.read = counting  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     with tiermem.TieredModule(build(CASE, dtype, seed=0 if load is None else 5), config) as model:
-        optimizer = adamw(model)
+        optimizer: Any = adamw(model) if kind is None else None
+        if kind is not None:
+            cls, settings = {**ELEMENTWISE, **MIXING}[kind]
+            optimizer = paged(cls, model.parameters(), **settings)
         if load is not None:
             found["step"] = model.load(load, optimizer).step
             found["read"] = count[0]
@@ -70,3 +82,32 @@ def fail(rank: int, world: int, folder: Path, path: str) -> str:
         except tiermem.TiermemError as error:
             return f"{type(error).__name__}: {error}"
     return "saved"
+
+
+def load_damaged(rank: int, world: int, folder: Path, path: str) -> list[str]:
+    """Save together, flip a bit in one chunk and another, and load: what each rank is told."""
+    config = {"device": {"kind": "cpu"}, "host": {"budget": "64MiB"}, "ranks": {"stage": 3, "timeout": 150}}
+    told = []
+    with tiermem.TieredModule(build(CASE), config) as model:
+        model.save(path)
+        model.load(path)
+        chunks = sorted(Path(path).rglob("c.*"), key=lambda each: each.stat().st_size)[-3:]
+        for chunk in chunks:
+            torch.distributed.barrier()
+            data = bytearray(chunk.read_bytes())
+            data[len(data) // 2] ^= 4
+            torch.distributed.barrier()
+            if rank == 0:
+                chunk.write_bytes(data)
+            torch.distributed.barrier()
+            try:
+                model.load(path)
+            except tiermem.CheckpointError as error:
+                told.append(str(error))
+            torch.distributed.barrier()
+            data[len(data) // 2] ^= 4
+            if rank == 0:
+                chunk.write_bytes(data)
+        torch.distributed.barrier()
+        model.load(path)
+    return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.aio import open_queue
+from tiermem.checkpoint import crc
 from tiermem.checkpoint.document import (
     Array,
     array_document,
@@ -23,7 +25,7 @@ from tiermem.checkpoint.document import (
 )
 from tiermem.checkpoint.grid import Grid, alike, order_of, strides_in
 from tiermem.checkpoint.reader import ArrayReader
-from tiermem.checkpoint.writer import ChunkWriter
+from tiermem.checkpoint.writer import ChunkWriter, seal
 from tiermem.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
@@ -135,23 +137,38 @@ def test_ranks_write_their_slices_and_others_read_theirs(
     array = Array(torch.float32, Grid.cut_to((250, 33), (0, 1), chunk // 4))
     values = torch.randn(250 * 33)
     write_document(disk / "a", array_document(array))
+    told = []
     with open_queue() as queue:
         for start, stop in slices(array.grid.numel, writers):
-            writer = ChunkWriter(queue, array.chunk_nbytes)
+            writer = ChunkWriter(queue, array.file_nbytes)
             writer.begin(disk / "a", array)
             for first in range(start, stop, 1000):  # as windows of a page come
                 writer.put(first, values[first : min(first + 1000, stop)].view(torch.uint8))
             writer.flush()
             writer.close()
+            told.append(json.loads(json.dumps(writer.parts)))
+    seal(told, {str(disk / "a"): array})
     import zarr
 
     assert torch.equal(torch.from_numpy(zarr.open_array(str(disk / "a"), mode="r")[...]).flatten(), values)
+    told = []
     for start, stop in slices(array.grid.numel, readers):
-        reader = ArrayReader(disk / "a", array)
+        reader = ArrayReader(disk / "a", array, "a")
         mine = torch.empty(stop - start)
         reader.read(start, mine.view(torch.uint8))
         assert torch.equal(mine, values[start:stop])
-        assert reader.nbytes == (stop - start) * 4, "a rank reads its own slice and nothing else"
+        reader.close()
+        own = (stop - start) * 4
+        assert own <= reader.nbytes <= own * 1.04, "a rank reads its own slice, and checksums of whole chunks"
+        told.append(reader.spans)
+    for (_, number), spans in crc.by_chunk(told).items():
+        reader = ArrayReader(disk / "a", array)
+        reader.prove(number, spans)
+        assert reader.nbytes <= 8 * 33, (
+            "what ranks have read together isn't read again: only what fills it up"
+        )
+        with pytest.raises(CheckpointError, match=r"is damaged: its bytes 0 to .* have checksum"):
+            reader.prove(number, [spans[0]._replace(checksum=spans[0].checksum ^ 1), *spans[1:]])
         reader.close()
 
 
@@ -159,7 +176,7 @@ def test_a_part_of_a_chunk_is_not_compressed(disk: Path) -> None:
     array = Array(torch.float32, Grid.cut_to((100,), (0,), 100), raw=False)
     write_document(disk / "a", array_document(array, "zstd"))
     with open_queue() as queue:
-        writer = ChunkWriter(queue, array.chunk_nbytes)
+        writer = ChunkWriter(queue, array.file_nbytes)
         writer.begin(disk / "a", array)
         writer.put(0, torch.zeros(50).view(torch.uint8))
         with pytest.raises(CheckpointError, match="elements 0 to 50 are a part of chunk"):

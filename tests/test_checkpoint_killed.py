@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import os
 import signal
@@ -154,6 +156,36 @@ def test_an_export_that_is_killed(disk: Path) -> None:
     assert os.listdir(out.parent) == ["out"]
     tensors = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
     assert_same("exported", expected, tensors)
+
+
+class FullFile(io.FileIO):
+    """A file whose ``at``-th write, of all files', fails."""
+
+    at = -1
+    code = errno.ENOSPC
+    count = 0
+
+    def write(self, data: Any) -> int:
+        FullFile.count += 1
+        if FullFile.count - 1 == FullFile.at:
+            raise OSError(FullFile.code, os.strerror(FullFile.code), self.name)
+        return super().write(data)
+
+
+def test_an_export_whose_disk_fails_leaves_nothing(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(disk / "ck", 1)
+    monkeypatch.setattr("tiermem.checkpoint.safetensors.open", FullFile, raising=False)
+    monkeypatch.setattr(FullFile, "count", 0)
+    export(open_source(disk / "ck"), disk / "out", shard_nbytes=8000)
+    count = FullFile.count
+    assert count > 8
+    for at in range(count):
+        code = (errno.ENOSPC, errno.EIO)[at % 2]
+        for name, value in (("at", at), ("count", 0), ("code", code)):
+            monkeypatch.setattr(FullFile, name, value)
+        with pytest.raises(tiermem.SavingError, match=rf"Errno {code}.*\.safetensors"):
+            export(open_source(disk / "ck"), disk / "another", shard_nbytes=8000)
+        assert sorted(os.listdir(disk)) == ["ck", "out"]
 
 
 def test_the_doctor_clears_what_was_left(disk: Path) -> None:

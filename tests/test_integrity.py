@@ -303,7 +303,7 @@ def test_verify_of_a_run_in_use_and_of_nothing(disk: Path) -> None:
     (disk / "empty").mkdir()
     result = verify(disk / "empty")
     assert result.exit_code == 2
-    assert "there is no durable run in" in result.stderr
+    assert "there is no durable run and no checkpoint in" in result.stderr
     assert verify(disk / "missing").exit_code == 2
 
 

@@ -1,6 +1,8 @@
 """The layout of a run: which tensors lie where in which page. A commit can be resumed by a run with the same one only.
 
-It is plain data, for JSON: the names of the units, and for each group of tensors their places in its pages.
+It is plain data, for JSON: the names of the units, and for each group of tensors their places in its pages. Pages that
+come into being in a run, for the state of an optimizer that isn't ours, come behind those that wrapping has made, and
+are no part of what is compared: a commit from before they were there knows nothing of them.
 """
 
 from __future__ import annotations
@@ -12,10 +14,22 @@ from typing import Any
 
 Layout = dict[str, Any]
 
+LATER = "later"
+"""The key of the pages that wrapping has not made."""
+
 
 def fingerprint(layout: Layout) -> bytes:
     """16 bytes that differ where two layouts do."""
-    return hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps(_first(layout), sort_keys=True).encode(), digest_size=16).digest()
+
+
+def pages_of(layout: Layout) -> list[list[Any]]:
+    """All pages, by number: unit, kind, dtype and bytes of each."""
+    return [*layout["pages"], *layout.get(LATER, ())]
+
+
+def _first(layout: Layout) -> Layout:
+    return {key: value for key, value in layout.items() if key != LATER}
 
 
 def differences(model: Layout, committed: Layout, *, tensors_only: bool = False) -> list[str]:
@@ -40,14 +54,14 @@ def differences(model: Layout, committed: Layout, *, tensors_only: bool = False)
         return found
     if not found and model["units"] != committed["units"]:
         found.append(f"its units are {model['units']}, and those committed {committed['units']}")
-    if not found and model != committed:
+    if not found and _first(model) != _first(committed):
         found.append("the same tensors lie in other places of their pages")
     return found
 
 
 def page_name(layout: Layout, number: int) -> str:
     """A page in words: its kind, its unit's number and name, its own number."""
-    unit, kind, _, nbytes = layout["pages"][number]
+    unit, kind, _, nbytes = pages_of(layout)[number]
     return f"the {kind} page of unit {unit}, {layout['units'][unit]} (page {number}, {nbytes} bytes)"
 
 
@@ -55,8 +69,9 @@ def held(layout: Layout, numbers: Sequence[int]) -> str:
     """What the pages with these numbers are, in words: bytes by kind, and of which units."""
     kinds: dict[str, int] = {}
     units: dict[str, None] = {}
+    pages = pages_of(layout)
     for number in numbers:
-        unit, kind, _, nbytes = layout["pages"][number]
+        unit, kind, _, nbytes = pages[number]
         kinds[kind] = kinds.get(kind, 0) + nbytes
         units[layout["units"][unit]] = None
     bytes_of = ", ".join(f"{nbytes:,} bytes of {kind}s" for kind, nbytes in kinds.items())

@@ -5,6 +5,7 @@ Names are those of ``state_dict()``. A parameter that has several (tied weights)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -123,6 +124,24 @@ class PagedOptimizer(Protocol):
         """Make parameters and state what they are after the last step. All ranks must call it."""
 
 
+class Stored(NamedTuple):
+    """A tensor of a checkpoint that isn't read yet: its dtype and size.
+
+    ``read(start, out, order)`` fills ``out`` (one dimension, of any dtype) with its elements from number ``start`` on,
+    as ``order`` of the axes counts them, slowest first.
+    """
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    read: Callable[[int, torch.Tensor, tuple[int, ...]], None]
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        out = torch.empty(math.prod(self.size), dtype=self.dtype)
+        self.read(0, out, tuple(range(len(self.size))))
+        return out.view(self.size)
+
+
 @runtime_checkable
 class StatefulPages(Protocol):
     """An optimizer of another class whose state of paged parameters is in pages: ``tiermem.trainer.paged``."""
@@ -131,7 +150,7 @@ class StatefulPages(Protocol):
         """By the id of a paged parameter: what of its state is in pages, with dtypes, and what isn't."""
 
     def set_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Take over the state of a paged parameter."""
+        """Take over the state of a paged parameter, with tensors as :class:`Stored`: what is needed of them is read."""
 
 
 class Contents:

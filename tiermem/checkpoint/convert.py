@@ -14,7 +14,7 @@ from tiermem.checkpoint.document import Array, array_document, group_document, j
 from tiermem.checkpoint.folder import published
 from tiermem.checkpoint.grid import Grid
 from tiermem.checkpoint.inventory import CHUNK_NBYTES, FORMAT
-from tiermem.checkpoint.source import RUN_NBYTES, Source
+from tiermem.checkpoint.source import RUN_NBYTES, Source, prove
 from tiermem.checkpoint.writer import ChunkWriter
 from tiermem.errors import SavingError
 
@@ -48,7 +48,7 @@ def convert(source: Source, path: Path, *, compression: str = "none", overwrite:
     with ExitStack() as stack:
         folder = stack.enter_context(published(path, overwrite=overwrite))
         queue = stack.enter_context(open_queue())
-        writer = ChunkWriter(queue, max((array.chunk_nbytes for array in arrays.values()), default=1))
+        writer = ChunkWriter(queue, max((array.file_nbytes for array in arrays.values()), default=1))
         stack.callback(writer.close)
         try:
             for group in dict.fromkeys([*documents, *(key.group for key in arrays)]):
@@ -65,5 +65,6 @@ def convert(source: Source, path: Path, *, compression: str = "none", overwrite:
                 piece = run[: min(step, array.grid.numel - start)].view(torch.uint8)
                 source.read(key, start, piece)
                 writer.put(start, piece)
+        prove(source)
         writer.flush()
     return sum(array.nbytes for array in arrays.values())

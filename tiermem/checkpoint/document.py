@@ -1,8 +1,10 @@
 """Documents: the ``zarr.json`` of arrays and groups, written and read (Zarr core specification, version 3.1).
 
 An array as it is written here has the standard codecs only: ``bytes``, before it ``transpose`` where its axes lie in
-memory in another order, and behind it a compressor where one was asked for. Without one, a chunk's file is the bytes
-that a page has, so they are written and read past everybody's buffers.
+memory in another order, behind it a compressor where one was asked for, and ``crc32c``. Without a compressor a chunk's
+file is the bytes that a page has, and four of their checksum, so they are written past everybody's buffers.
+
+A document has a checksum of its own, among its attributes: a bit that flips in a number would be another number.
 """
 
 from __future__ import annotations
@@ -17,19 +19,22 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from tiermem.checkpoint import dtypes
+from tiermem.checkpoint import crc, dtypes
 from tiermem.checkpoint.grid import Chunk, Grid
 from tiermem.errors import CheckpointError
 
 DOCUMENT = "zarr.json"
 COMPRESSIONS = ("none", "zstd", "blosc", "gzip")
+CHECKSUM = "document_crc32c"
+"""The attribute with the checksum of all else that a document says."""
 _RUN_NUMEL = 1 << 20
 
 
 class Array(NamedTuple):
     """What is known of one array: dtype, grid, and how its chunks are encoded.
 
-    ``raw``: chunks are the plain bytes. ``attributes``: what else it says of itself.
+    ``raw``: chunks are the plain bytes. ``attributes``: what else it says of itself. ``checked``: behind each chunk is
+    its checksum; in those that tiermem wrote before it did that, there is none.
     """
 
     dtype: torch.dtype
@@ -37,6 +42,7 @@ class Array(NamedTuple):
     raw: bool = True
     attributes: Mapping[str, Any] = {}
     separator: str = "."  # in the names of chunks: no folder for a single file
+    checked: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +55,13 @@ class Array(NamedTuple):
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of one chunk's file, uncompressed."""
+        """Bytes of one chunk, uncompressed."""
         return self.grid.chunk_numel * self.dtype.itemsize
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of one chunk's file, uncompressed."""
+        return self.chunk_nbytes + (crc.NBYTES if self.checked else 0)
 
 
 def array_document(array: Array, compression: str = "none") -> dict[str, Any]:
@@ -63,6 +74,8 @@ def array_document(array: Array, compression: str = "none") -> dict[str, Any]:
     single = array.dtype.itemsize == 1
     codecs.append({"name": "bytes"} if single else {"name": "bytes", "configuration": {"endian": "little"}})
     codecs += _compressor(compression, array.dtype.itemsize)
+    if array.checked:
+        codecs.append({"name": "crc32c"})
     fill: Any = 0
     if data_type == "bool":
         fill = False
@@ -104,13 +117,20 @@ def _compressor(name: str, itemsize: int) -> list[dict[str, Any]]:
 
 
 def write_document(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write a node's document; its folder is made where it isn't there."""
+    """Write a node's document, with its checksum; its folder is made where it isn't there."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / DOCUMENT).write_text(json.dumps(document, indent=1, allow_nan=False))
+    whole = {**document, "attributes": {**document["attributes"], CHECKSUM: _checksum_of(document)}}
+    (folder / DOCUMENT).write_text(json.dumps(whole, indent=1, allow_nan=False))
+
+
+def _checksum_of(document: Mapping[str, Any]) -> str:
+    """That of what a document says, however it is laid out."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return f"{crc.extended(0, torch.frombuffer(bytearray(text), dtype=torch.uint8)):08x}"
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """A node's document. Raises CheckpointError for what isn't one."""
+    """A node's document, without its checksum. Raises CheckpointError for what isn't one, or was changed."""
     path = folder / DOCUMENT
     try:
         document = json.loads(path.read_bytes())
@@ -123,6 +143,12 @@ def read_document(folder: Path) -> dict[str, Any]:
     attributes = document.setdefault("attributes", {})
     if not isinstance(attributes, dict):
         raise CheckpointError(f"{path}: attributes: read {type(attributes).__name__}, allowed is an object")
+    written = attributes.pop(CHECKSUM, None)
+    if written is not None and written != (found := _checksum_of(document)):
+        raise CheckpointError(
+            f"{path} is damaged, or was edited: the checksum of what it says is {found}, and {written} was written in "
+            "it"
+        )
     return document
 
 
@@ -144,7 +170,17 @@ def parse_array(document: Mapping[str, Any], where: Path) -> Array:
         if names and names[0] == "transpose":
             order = tuple(int(axis) for axis in document["codecs"][0]["configuration"]["order"])
             names.pop(0)
-        endian = document["codecs"][-1].get("configuration", {}).get("endian", "little")
+        checked = names[-1:] == ["crc32c"]
+        if checked:
+            names.pop()
+        endian = next(
+            (
+                codec.get("configuration", {}).get("endian", "little")
+                for codec in document["codecs"]
+                if codec["name"] == "bytes"
+            ),
+            "little",
+        )
         separator = document["chunk_key_encoding"].get("configuration", {}).get("separator", "/")
         regular = (
             document["chunk_grid"]["name"] == "regular" and len(chunk) == len(shape) and min((1, *chunk)) > 0
@@ -160,14 +196,15 @@ def parse_array(document: Mapping[str, Any], where: Path) -> Array:
     grid = Grid(shape, order, chunk)
     if not grid.contiguous:
         # Read in runs of our own choice: zarr finds out which chunks they are in.
-        return Array(dtype, Grid.cut_to(shape, range(len(shape)), _RUN_NUMEL), False, attributes)
+        cut = Grid.cut_to(shape, range(len(shape)), _RUN_NUMEL)
+        return Array(dtype, cut, False, attributes, checked=False)
     raw = (
         names == ["bytes"]
         and endian == sys.byteorder
         and document["chunk_key_encoding"]["name"] == "default"
         and separator in ("/", ".")
     )
-    return Array(dtype, grid, raw, attributes, separator)
+    return Array(dtype, grid, raw, attributes, separator, checked)
 
 
 def encode(name: str) -> str:

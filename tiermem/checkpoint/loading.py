@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tiermem.checkpoint.contents import (
     Key,
     PagedOptimizer,
     StatefulPages,
+    Stored,
     parameter_names,
     stretches,
 )
@@ -27,7 +29,7 @@ from tiermem.checkpoint.differences import Match, optimizer_problems
 from tiermem.checkpoint.grid import order_of
 from tiermem.checkpoint.pages import clear_bytes
 from tiermem.checkpoint.source import Source, named, read_into
-from tiermem.errors import CheckpointError
+from tiermem.errors import CheckpointError, TransferError
 from tiermem.page import Kind, Page
 from tiermem.policies import Phase
 from tiermem.runtime import Runtime
@@ -65,6 +67,7 @@ class Loading:
             for name, places in contents.paged.items()
             for place in places
         }
+        self._renewed: set[Group] = set()  # whose new content other ranks have been told of
         self._updates: dict[str, int] = {}  # of parameters whose state goes into pages
         self._parameters: dict[str, torch.Tensor] = {}  # these parameters
         self._beside: dict[
@@ -102,6 +105,18 @@ class Loading:
 
     def run(self) -> Loaded:
         """Load. Raises CheckpointError for a damaged file, TransferError when the run's own disk fails."""
+        try:
+            return self._run()
+        except (CheckpointError, TransferError):
+            # Ranks count the versions of what they gather: those to which nothing happened have come to the end of
+            # theirs, and another checkpoint may be loaded.
+            if self._runtime is not None:
+                for group in self._contents.groups().values():
+                    if group not in self._renewed and self._found_of(group):
+                        self._renew(self._runtime, group)
+            raise
+
+    def _run(self) -> Loaded:
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer)
         if self._runtime is not None and self._contents.paged:
@@ -125,11 +140,16 @@ class Loading:
 
     # -- pages ----------------------------------------------------------------------------------------------
 
+    def _names_of(self, group: Group) -> list[str]:
+        return [self._names.get((id(group), index), "") for index in range(len(group.fields))]
+
+    def _found_of(self, group: Group) -> dict[int, Key]:
+        """What the checkpoint has of a group's fields."""
+        names = enumerate(self._names_of(group))
+        return {index: self._match.found[name] for index, name in names if name in self._match.found}
+
     def _load_group(self, runtime: Runtime, group: Group) -> None:
-        names = [self._names.get((id(group), index), "") for index in range(len(group.fields))]
-        found = {
-            index: self._match.found[name] for index, name in enumerate(names) if name in self._match.found
-        }
+        names, found = self._names_of(group), self._found_of(group)
         if not found:
             return
         if group.dtype is torch.float32:
@@ -160,6 +180,7 @@ class Loading:
 
     def _renew(self, runtime: Runtime, group: Group) -> None:
         """Other ranks gather what this one has read from here on, and it what they have."""
+        self._renewed.add(group)
         page = group.parameter
         if runtime.ranks is not None and page.gathered:
             with runtime.door.hold(), runtime.door:
@@ -286,20 +307,25 @@ class Loading:
             for name, count in self._updates.items():
                 optimizer.set_updates(self._parameters[name], count)
         if isinstance(optimizer, StatefulPages):
-            for name, parameter in in_pages.items():  # one at a time: each is whole on its way
-                optimizer.set_state(parameter, self._plain_state(name))
+            for name, parameter in in_pages.items():
+                optimizer.set_state(parameter, self._stored_state(name))
 
     def _plain_state(self, name: str) -> dict[str, Any]:
+        state = self._stored_state(name)
+        return {key: value.whole() if isinstance(value, Stored) else value for key, value in state.items()}
+
+    def _stored_state(self, name: str) -> dict[str, Any]:
         state: dict[str, Any] = dict(self._source.scalars.get(name, {}))
         if "step" in state:
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
         for key, entry in self._source.entries.items():
             if key.name == name and key.group.startswith(f"{OPTIMIZER}/"):
-                order = tuple(range(len(entry.size)))
-                tensor = torch.empty(entry.numel, dtype=entry.dtype)
-                read_into(self._source, key, 0, tensor, entry.size, order)
-                state[key.group.removeprefix(f"{OPTIMIZER}/")] = tensor.view(entry.size)
+                read = partial(self._read, key)
+                state[key.group.removeprefix(f"{OPTIMIZER}/")] = Stored(entry.dtype, entry.size, read)
         return state
+
+    def _read(self, key: Key, start: int, out: torch.Tensor, order: tuple[int, ...]) -> None:
+        read_into(self._source, key, start, out, self._source.entries[key].size, order)
 
 
 def _like(now: Any, saved: Any) -> Any:

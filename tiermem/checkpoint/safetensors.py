@@ -13,7 +13,7 @@ import torch
 from tiermem.checkpoint import dtypes
 from tiermem.checkpoint.contents import PARAMETERS, Key
 from tiermem.checkpoint.folder import published
-from tiermem.checkpoint.source import RUN_NBYTES, Entry, Source, read_into
+from tiermem.checkpoint.source import RUN_NBYTES, Entry, Source, prove, read_into
 from tiermem.errors import CheckpointError, SavingError, format_bytes
 from tiermem.weights import INDEX, SINGLE, Weights, WeightsError
 
@@ -106,6 +106,7 @@ def export(
         try:
             for file, shard in zip(files, shards, strict=True):
                 _write(source, partial / file, shard)
+            prove(source)
             if len(shards) > 1:
                 index = {
                     "metadata": {"total_size": sum(each.nbytes(source) for each in tensors)},

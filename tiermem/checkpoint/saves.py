@@ -135,6 +135,10 @@ class Saves:
         try:
             with meeting:
                 loaded = loading.run()
+                meeting.fact = source.unproven() if isinstance(source, ZarrSource) else []
+            if isinstance(source, ZarrSource):
+                with meeting:
+                    source.prove(meeting.facts, meeting.rank)
             if ranks is None and isinstance(source, ZarrSource) and not (loaded.missing or loaded.unexpected):
                 self._published = _published(source.path, contents)
         finally:

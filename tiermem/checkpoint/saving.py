@@ -26,10 +26,10 @@ from tiermem.checkpoint.folder import published, sync
 from tiermem.checkpoint.inventory import Inventory, Published
 from tiermem.checkpoint.meeting import Meeting
 from tiermem.checkpoint.pages import PageReader, Window
-from tiermem.checkpoint.writer import ChunkWriter
+from tiermem.checkpoint.writer import ChunkWriter, seal
 from tiermem.disk import free_nbytes
 from tiermem.errors import CheckpointError, SavingError, format_bytes
-from tiermem.page import Kind, Page, padded
+from tiermem.page import Kind, Page
 from tiermem.runtime import Runtime
 from tiermem.unit import Group
 
@@ -157,7 +157,7 @@ class Saving:
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(self._place())
             queue = stack.enter_context(open_queue())
-            largest = max((padded(array.chunk_nbytes) for array in inventory.arrays.values()), default=1)
+            largest = max((array.file_nbytes for array in inventory.arrays.values()), default=1)
             self._writer = writer = ChunkWriter(queue, largest)
             stack.callback(writer.close)
             if self._pending:
@@ -194,7 +194,11 @@ class Saving:
                 yield Path(meeting.facts[0])
                 if meeting.rank:
                     sync(Path(meeting.facts[0]))
+                meeting.fact = self._writer.parts if self._writer is not None else []
             with meeting:
+                if meeting.rank == 0:
+                    arrays = self._inventory.arrays.items()
+                    seal(meeting.facts, {str(folder / path_of(key)): array for key, array in arrays})
                 stack.close()
 
     def _check_room(self) -> None:

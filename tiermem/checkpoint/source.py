@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tiermem.checkpoint import crc
 from tiermem.checkpoint.contents import BUFFERS, OPTIMIZER, PARAMETERS, Key, path_of
+from tiermem.checkpoint.crc import Span
 from tiermem.checkpoint.document import DOCUMENT, Array, decode, parse_array, read_document
 from tiermem.checkpoint.grid import alike, strides_in
 from tiermem.checkpoint.reader import ArrayReader
@@ -63,7 +66,11 @@ class Source(Protocol):
 
 
 class ZarrSource:
-    """A checkpoint of tiermem's: see :class:`Source`."""
+    """A checkpoint of tiermem's: see :class:`Source`.
+
+    What has been read of chunks is compared with their checksums as soon as all of one has been. Who reads parts of
+    chunks only has to end with :meth:`prove`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,6 +98,7 @@ class ZarrSource:
             key: Entry(array.dtype, array.grid.shape, array.grid.order) for key, array in self.arrays.items()
         }
         self._open: tuple[Key, ArrayReader] | None = None
+        self._spans: list[Span] = []  # parts of chunks, not compared yet
 
     def _look(self, group: str) -> None:
         folder = self.path / group
@@ -106,14 +114,50 @@ class ZarrSource:
         """See :meth:`Source.read`."""
         if self._open is None or self._open[0] != key:
             self.close()
-            self._open = (key, ArrayReader(self.folder_of(key), self.arrays[key]))
+            self._open = (key, self.reader(key))
         self._open[1].read(start, out)
+
+    def reader(self, key: Key) -> ArrayReader:
+        """Of one array; closed by the caller."""
+        return ArrayReader(self.folder_of(key), self.arrays[key], path_of(key))
+
+    def unproven(self) -> list[Span]:
+        """The parts of chunks that have been read since this was asked last, for :meth:`prove` of all who read some."""
+        self.close()
+        spans, self._spans = self._spans, []
+        return spans
+
+    def prove(self, said: Sequence[Iterable[Iterable[object]]], rank: int = 0) -> None:
+        """Compare what several have read of chunks, each rank :meth:`unproven`, with the chunks' checksums.
+
+        A chunk is looked at by the first rank that has read of it. Raises CheckpointError when one isn't what was
+        written.
+        """
+        keys = {path_of(key): key for key in self.arrays}
+        first: dict[tuple[str, int], int] = {}
+        for number, one in enumerate(said):
+            for place in crc.by_chunk([one]):
+                first.setdefault(place, number)
+        for (name, chunk), spans in crc.by_chunk(said).items():
+            if first[name, chunk] == rank:
+                with contextlib.closing(self.reader(keys[name])) as reader:
+                    reader.prove(chunk, spans)
 
     def close(self) -> None:
         """See :meth:`Source.close`."""
         opened, self._open = self._open, None
         if opened is not None:
             opened[1].close()
+            self._spans += opened[1].spans
+
+
+def prove(source: Source) -> None:
+    """All that was wanted of a source has been read: what can be compared with checksums, and wasn't yet, is.
+
+    Raises CheckpointError.
+    """
+    if isinstance(source, ZarrSource):
+        source.prove([source.unproven()])
 
 
 def read_into(

@@ -3,20 +3,22 @@
 What is put is copied into a *slot*, an aligned piece of memory as large as a chunk; a full slot is written while the
 next one fills. So however large an array is, the memory that writing it takes is that of the slots. A run that doesn't
 begin or end with a chunk, as a rank's share of an array, is written into its place in the file: the ranks that share a
-chunk write it together.
+chunk write it together, and one of them *seals* it when all have, with a checksum that follows from those of the parts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tiermem.aio import Buffer, File, Queue
+from tiermem.checkpoint import crc
+from tiermem.checkpoint.crc import Span
 from tiermem.checkpoint.document import Array
 from tiermem.checkpoint.grid import Chunk
 from tiermem.checkpoint.pages import clear_bytes, copy_bytes
@@ -52,20 +54,22 @@ class Slot:
 class ChunkWriter:
     """Writes arrays one after another through ``queue``, whose owner closes it after :meth:`close`.
 
-    ``chunk_nbytes``: the most bytes of any chunk; ``num_slots`` of them are taken, the first when one is needed.
-    ``nbytes`` counts what has been put so far.
+    ``file_nbytes``: the most bytes of any chunk's file; ``num_slots`` of them are taken, the first when one is needed.
+    ``nbytes`` counts what has been put so far. ``parts`` are those of chunks that others have the rest of.
     """
 
-    def __init__(self, queue: Queue, chunk_nbytes: int, num_slots: int = 4) -> None:
+    def __init__(self, queue: Queue, file_nbytes: int, num_slots: int = 4) -> None:
         self.nbytes = 0
+        self.parts: list[Span] = []
         self._queue = queue
-        self._chunk_nbytes = max(ALIGNMENT, chunk_nbytes)
+        self._file_nbytes = max(ALIGNMENT, file_nbytes)
         self._num_slots = num_slots
         self._slots: list[Slot] = []
         self._next = 0
         self._slot: Slot | None = None  # being filled
         self._chunk: Chunk | None = None  # the one that it is for
         self._start = self._stop = 0  # the elements of it that are there
+        self._checksum = 0  # of these
         self._folder = Path()
         self._array: Array | None = None
         self._zarr: Any = None  # the same array, where chunks are encoded
@@ -78,7 +82,9 @@ class ChunkWriter:
         if not array.raw:
             import zarr
 
-            self._zarr = zarr.open_array(str(folder), mode="r+")
+            # A chunk of zeros has a file too: where there is none, it has been lost.
+            with zarr.config.set({"array.write_empty_chunks": True}):
+                self._zarr = zarr.open_array(str(folder), mode="r+")
 
     def put(self, element: int, data: torch.Tensor) -> None:
         """Elements from number ``element`` on, in memory order, as bytes (uint8, one dimension). Copied at once.
@@ -96,11 +102,14 @@ class ChunkWriter:
                     self._finish()
                     self._chunk = array.grid[array.grid.number_at(element)]
                     self._start = self._stop = element
+                    self._checksum = 0
                     self._slot = self._take()
                 assert self._slot is not None
                 took = min(count, self._chunk.stop - element)
                 at = (element - self._chunk.start) * size
                 copy_bytes(self._slot.memory[at : at + took * size], data[: took * size])
+                if array.raw and array.checked:
+                    self._checksum = crc.extended(self._checksum, data[: took * size])
                 data = data[took * size :]
                 count -= took
                 element += took
@@ -125,7 +134,7 @@ class ChunkWriter:
 
     def _take(self) -> Slot:
         if len(self._slots) < self._num_slots:
-            self._slots.append(Slot(self._chunk_nbytes))
+            self._slots.append(Slot(self._file_nbytes))
             return self._slots[-1]
         slot = self._slots[self._next]
         self._next = (self._next + 1) % self._num_slots
@@ -154,16 +163,21 @@ class ChunkWriter:
         path = self._folder / array.name_of(chunk)
         begin, end = (self._start - chunk.start) * size, (self._stop - chunk.start) * size
         if not whole:
-            _write_into(path, slot.memory[begin:end], begin, array.chunk_nbytes)
+            number = array.grid.number_at(chunk.start)
+            self.parts.append(Span(str(self._folder), number, begin, end, self._checksum))
+            _write_into(path, slot.memory[begin:end], begin, array.file_nbytes)
             return
-        clear_bytes(slot.memory[end : padded(array.chunk_nbytes)])
-        if array.chunk_nbytes < DIRECT_NBYTES:
-            _write_into(path, slot.memory[: array.chunk_nbytes], 0, array.chunk_nbytes)
+        clear_bytes(slot.memory[end : padded(array.file_nbytes)])
+        if array.checked:
+            seal = _seal(self._checksum, array.chunk_nbytes - end)
+            copy_bytes(slot.memory[array.chunk_nbytes : array.file_nbytes], seal)
+        if array.file_nbytes < DIRECT_NBYTES:
+            _write_into(path, slot.memory[: array.file_nbytes], 0, array.file_nbytes)
             return
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
-        slot.file = File(path, padded(array.chunk_nbytes))
-        slot.nbytes = array.chunk_nbytes
-        slot.ticket = self._queue.write(slot.file, 0, slot.buffer.address, padded(array.chunk_nbytes))
+        slot.file = File(path, padded(array.file_nbytes))
+        slot.nbytes = array.file_nbytes
+        slot.ticket = self._queue.write(slot.file, 0, slot.buffer.address, padded(array.file_nbytes))
 
     def _encode(self, chunk: Chunk, slot: Slot) -> None:
         assert self._array is not None
@@ -180,11 +194,39 @@ class ChunkWriter:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        try:
+        with _saving(self._folder):
             yield
-        except OSError as error:
-            path = os.fspath(error.filename or self._folder)
-            raise SavingError(error.errno or 0, error.strerror or str(error), path) from error
+
+
+def seal(said: Iterable[Iterable[Iterable[object]]], arrays: Mapping[str, Array]) -> None:
+    """Put checksums behind the chunks that several have written, from what each has told of its ``parts``.
+
+    ``arrays``: by the folders that the parts name. Raises SavingError.
+    """
+    for (folder, number), parts in crc.by_chunk(said).items():
+        array = arrays[folder]
+        chunk = array.grid[number]
+        nbytes = (chunk.stop - chunk.start) * array.dtype.itemsize
+        checksum = crc.of_spans(parts, nbytes)
+        assert checksum is not None, f"{folder}, chunk {number}: {sorted(parts)} aren't all of {nbytes} bytes"
+        with _saving(Path(folder)):
+            trailer = _seal(checksum, array.chunk_nbytes - nbytes)
+            _write_into(Path(folder) / array.name_of(chunk), trailer, array.chunk_nbytes, array.file_nbytes)
+
+
+def _seal(checksum: int, num_zeros: int) -> torch.Tensor:
+    """What is behind a chunk whose elements have this checksum, and which is filled up with zeros."""
+    whole = crc.extended_by_zeros(checksum, num_zeros) if num_zeros else checksum
+    return torch.frombuffer(bytearray(whole.to_bytes(crc.NBYTES, "little")), dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def _saving(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        path = os.fspath(error.filename or folder)
+        raise SavingError(error.errno or 0, error.strerror or str(error), path) from error
 
 
 def _write_into(path: Path, data: torch.Tensor, offset: int, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""``tiermem verify``: whether what durable runs committed is as it was written."""
+"""``tiermem verify``: whether what durable runs committed, and what checkpoints have, is as it was written."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,7 @@ import typer
 from tiermem.cli.output import JsonOption, print_json, printable
 
 if TYPE_CHECKING:
+    from tiermem.checkpoint.examination import Examination
     from tiermem.durable import DurableRun
     from tiermem.record import Commit
 
@@ -25,49 +26,80 @@ class Report:
 
 def verify(
     path: Annotated[
-        Path, typer.Argument(help="A durable run's folder, or the folder that such runs are in.")
+        Path, typer.Argument(help="A durable run's folder, a checkpoint's, or one that such folders are in.")
     ],
     mark: Annotated[
         bool, typer.Option("--mark", help="Note what is damaged, so that a resume takes the commit before.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Read every page of what durable runs committed, and compare it with its checksum.
+    """Read every page of what durable runs committed, or all of a checkpoint, and compare it with its checksums.
 
-    Changes nothing, unless with --mark. Exits with 1 if a commit that should be whole is not.
+    Changes nothing, unless with --mark. Exits with 1 if a commit or checkpoint that should be whole is not.
     """
-    reports = [_examine(each, mark) for each in _runs(path.absolute())]
+    from tiermem.checkpoint.examination import checkpoints_in, examine
+    from tiermem.errors import ConfigError
+
+    path = path.absolute()
+    if not path.is_dir():
+        raise ConfigError(f"PATH: there is no folder {path}")
+    runs, checkpoints = _runs(path), list(checkpoints_in(path))
+    if not runs and not checkpoints:
+        raise ConfigError(f"PATH: there is no durable run and no checkpoint in {path}")
+    reports = [_examine(each, mark) for each in runs]
+    examinations = [examine(each) for each in checkpoints]
     if json:
-        print_json(
-            [
-                {
-                    "path": str(each.path),
-                    "commits": each.commits,
-                    "problems": each.problems,
-                    "damaged": each.damaged,
-                }
-                for each in reports
-            ]
-        )
+        print_json([_as_json(each) for each in reports] + [_in_json(each) for each in examinations])
     else:
         _print(reports)
-    if any(report.damaged for report in reports):
+        for each in examinations:
+            _tell(each)
+    if any(report.damaged for report in reports) or any(each.problems for each in examinations):
         raise typer.Exit(1)
 
 
 def _runs(path: Path) -> list[Path]:
     from tiermem.durable import search
-    from tiermem.errors import ConfigError
     from tiermem.folder import RUN
 
-    if (path / RUN).exists():
-        return [path]
-    if not path.is_dir():
-        raise ConfigError(f"PATH: there is no folder {path}")
-    found = [each.path for each in search([path])]
-    if not found:
-        raise ConfigError(f"PATH: there is no durable run in {path}")
-    return found
+    return [path] if (path / RUN).exists() else [each.path for each in search([path])]
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    return {
+        "path": str(report.path),
+        "commits": report.commits,
+        "problems": report.problems,
+        "damaged": report.damaged,
+    }
+
+
+def _in_json(found: "Examination") -> dict[str, Any]:
+    return {
+        "path": str(found.path),
+        "step": found.step,
+        "arrays": found.num_arrays,
+        "nbytes": found.nbytes,
+        "unchecked": found.unchecked,
+        "problems": found.problems,
+        "damaged": bool(found.problems),
+    }
+
+
+def _tell(found: "Examination") -> None:
+    from tiermem.errors import format_bytes
+
+    so = f"{len(found.problems)} problems" if found.problems else "whole"
+    step = "" if found.step is None else f" of step {found.step}"
+    typer.echo(printable(f"{found.path}: checkpoint{step}, {found.num_arrays} arrays, "
+                         f"{format_bytes(found.nbytes)}: {so}"))  # fmt: skip
+    if found.unchecked:
+        typer.echo(
+            f"{len(found.unchecked)} arrays have no checksums, as earlier versions wrote them: of these it is only "
+            "known that they are there"
+        )
+    for problem in found.problems:
+        typer.echo(printable(problem))
 
 
 def _examine(path: Path, mark: bool) -> Report:
@@ -99,15 +131,17 @@ def _examine(path: Path, mark: bool) -> Report:
 
 def _figures(run: "DurableRun", commit: "Commit", kept: bool, mark: bool, report: Report) -> dict[str, Any]:
     from tiermem.durable import describe_damage
+    from tiermem.layout import pages_of
     from tiermem.record import BLANK
     from tiermem.verify import damage_of
 
+    pages = pages_of(run.layout)
     numbers = [number for number, row in enumerate(commit.rows) if row["what"] != BLANK]
     figures: dict[str, Any] = {
         "generation": commit.generation,
         "step": commit.step,
         "pages": len(numbers),
-        "nbytes": sum(run.layout["pages"][number][3] for number in numbers),
+        "nbytes": sum(pages[number][3] for number in numbers),
         "kept": kept,
         "damaged_pages": None,
     }
