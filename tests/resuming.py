@@ -15,7 +15,7 @@ import tiermem
 from tests.models import Case
 from tests.parity import Outcome, build, snapshot
 from tiermem.device import StandInDevice
-from tiermem.trainer import AdamW
+from tiermem.trainer import AdamW, paged
 
 STEPS = 6
 
@@ -43,7 +43,10 @@ class Data:
 
 
 class Loop:
-    """Model, optimizer of two groups, scheduler, data; ``model`` is wrapped when there is a ``folder``."""
+    """Model, optimizer of two groups, scheduler, data; ``model`` is wrapped when there is a ``folder``.
+
+    ``kind``: an optimizer's class and settings; without, AdamW.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Loop:
         mode: str = "step",
         register: bool = True,
         rank: int = 0,
+        kind: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **sections: Any,
     ) -> None:
         self.net = build(case, dtype)
@@ -79,7 +83,13 @@ class Loop:
             )
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         groups = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "lr": 1e-3}]
-        self.optimizer = AdamW(groups, lr=3e-3)
+        self.optimizer: Any
+        if kind is None:
+            self.optimizer = AdamW(groups, lr=3e-3)
+        elif self.model is self.net:
+            self.optimizer = kind[0](groups, **kind[1])
+        else:
+            self.optimizer = paged(kind[0], groups, **kind[1])
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
         self.data = Data(case, rank)
         if folder is not None and register:

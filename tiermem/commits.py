@@ -28,7 +28,7 @@ from tiermem.disk import Disk
 from tiermem.door import Door
 from tiermem.durable import DurableRun, common_of
 from tiermem.errors import PagingError, TransferError
-from tiermem.layout import fingerprint
+from tiermem.layout import LATER, fingerprint
 from tiermem.page import Page
 from tiermem.pager import Pager
 from tiermem.record import BLANK, CHECKED, ROW, STORED, Commit
@@ -56,14 +56,14 @@ class Prepared:
     generation: int
     step: int
     rows: Any
-    pages: list[Page]
     state: dict[str, Any]
 
 
 class Commits:
     """The commits of one wrapped model. ``every``: how many steps apart; 0: only those that are asked for.
 
-    ``step`` counts the optimizer steps of the run, those before a resume included.
+    ``step`` counts the optimizer steps of the run, those before a resume included. ``unclaimed``: of a resumed run, the
+    pages for the state of optimizers that aren't ours, by number, which no optimizer has taken over yet.
     """
 
     def __init__(
@@ -89,6 +89,8 @@ class Commits:
         self._every = every
         self._ranks = pager.transfers.shelf.ranks
         self._fingerprint = fingerprint(run.layout)
+        self._num_first = len(run.layout["pages"])  # pages that wrapping has made
+        self.unclaimed = {page.number: page for page in list(pager.table)[self._num_first :]}
         self._updates: list[Updating] = []
         self._resumed: dict[str, Any] | None = None  # until training goes on
         self._optimizers: list[dict[str, Any]] = []  # as they were committed, until an update was made
@@ -140,6 +142,22 @@ class Commits:
             raise PagingError(f"register: {name!r} is this model's optimizer, which is committed anyway")
         self.registered.add(name, each, late, self._write)
         self.put_back()
+
+    def admit(self, page: Page) -> None:
+        """A page has come into being that is part of commits from now on; it isn't in those that are there."""
+        page.durable = True
+        page.num_slots = 1 + self.run.num_kept
+        page.committed = [None] * len(self.run.kept)
+
+    def claim(self, unit: int, dtype: torch.dtype, nbytes: int) -> Page | None:
+        """A page that has come into being in the run and has nothing in the commit that was resumed, if there is one.
+
+        A step that isn't committed is made again, and needs again what it made.
+        """
+        for page in self.unclaimed.values():
+            if page.blank and (page.unit, page.dtype, page.nbytes) == (unit, dtype, nbytes):
+                return self.unclaimed.pop(page.number)
+        return None
 
     # -- the moments of a step ----------------------------------------------------------------------------
 
@@ -275,8 +293,7 @@ class Commits:
             try:
                 self._disk.sync()
                 if self._disk.grown:
-                    self.run.describe(self.run.layout, [page.slots for page in self._pager.table])
-                    self._disk.grown = False
+                    self._describe()
             except OSError as failure:
                 raise self._failed(failure) from failure
             states, waiting = self.registered.begin()
@@ -290,10 +307,21 @@ class Commits:
                 "registered": states,
             }
             self._disk.prepare(pages)
-            self._prepared = Prepared(self.run.generation, self.step, self._rows(), pages, state)
+            self._prepared = Prepared(self.run.generation, self.step, self._rows(), state)
         self.seconds += perf_counter() - start
         if not waiting:
             self._write()
+
+    def _describe(self) -> None:
+        """Say where pages are that have been given a place since that was said last. Raises TransferError."""
+        table = list(self._pager.table)
+        later = [
+            [page.unit, page.kind.name.lower(), str(page.dtype).removeprefix("torch."), page.nbytes]
+            for page in table[self._num_first :]
+        ]
+        layout = {**self.run.layout, LATER: later} if later else self.run.layout
+        self.run.describe(layout, [page.slots for page in table])
+        self._disk.grown = False
 
     def _rows(self) -> Any:
         rows = np.zeros(len(self._pager.table), dtype=ROW)
@@ -327,7 +355,8 @@ class Commits:
             except OSError as failure:
                 raise self._failed(failure) from failure
             self._prepared = None
-            self._disk.committed(prepared.pages, len(self.run.kept))
+            # Pages that have come into being since are in this commit as blank ones.
+            self._disk.committed([page for page in self._pager.table if page.durable], len(self.run.kept))
             self.num_commits += 1
         self.seconds += perf_counter() - start
 

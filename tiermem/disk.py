@@ -121,6 +121,7 @@ class Disk:
             number, offset = slots
             page.slots = [(number, offset + slot * page.nbytes) for slot in range(page.num_slots)]
             page.extent = page.slots[0]
+        self.grown = self.grown or bool(new)
         return new
 
     def _cut(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -276,10 +277,11 @@ class Disk:
             if not page.slots or not (page.sinks or page.durable):
                 continue
             page.committed = [_extent(commit, page.number) for commit in run.kept]
-            row = newest.rows[page.number]
-            page.blank = bool(row["what"] == BLANK)
             page.extent = _extent(newest, page.number) or page.slots[0]
-            page.checksum = int(row["checksum"]) if row["what"] == CHECKED else None
+            page.blank = _extent(newest, page.number) is None
+            if not page.blank:
+                row = newest.rows[page.number]
+                page.checksum = int(row["checksum"]) if row["what"] == CHECKED else None
         self.used = sum(self._ends)
         if self.used > self.capacity:
             raise BudgetError(
@@ -331,5 +333,7 @@ def free_nbytes(folder: Path) -> int:
 
 
 def _extent(commit: Commit, number: int) -> tuple[int, int] | None:
+    if number >= len(commit.rows):
+        return None  # the page has come into being since
     row = commit.rows[number]
     return None if row["what"] == BLANK else (int(row["file"]), int(row["offset"]))

@@ -21,7 +21,7 @@ from typing import Any
 from tiermem.errors import ConfigError, TransferError
 from tiermem.folder import COMMIT, DAMAGE, DURABLE, PAGES, RUN, DurableFolder, Found, InUse, find
 from tiermem.journal import Journal
-from tiermem.layout import Layout, fingerprint, held, page_name
+from tiermem.layout import Layout, fingerprint, held, page_name, pages_of
 from tiermem.record import BLANK, CHECKED, EMPTY, Commit, Unreadable
 
 Extent = tuple[int, int]
@@ -188,10 +188,11 @@ class DurableRun:
         found = []
         places = {(each["file"], each["offset"], each["expected"]): each for each in self.damage}
         sizes = [_size(folder.path / PAGES) for folder in self.folders]
+        pages = pages_of(self.layout)
         for number, row in enumerate(commit.rows):
             if row["what"] == BLANK:
                 continue
-            file, offset, nbytes = int(row["file"]), int(row["offset"]), self.layout["pages"][number][3]
+            file, offset, nbytes = int(row["file"]), int(row["offset"]), pages[number][3]
             expected = int(row["checksum"]) if row["what"] == CHECKED else None
             if known := places.get((file, offset, expected)):
                 found.append(known)

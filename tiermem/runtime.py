@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from time import perf_counter_ns as now
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from tiermem.dtensors import DTensors
 from tiermem.durable import DurableRun
 from tiermem.errors import BudgetError, ConfigError, PagingError, format_bytes
 from tiermem.hooks import Hooks
+from tiermem.layout import LATER
 from tiermem.ledger import Ledger
 from tiermem.limits import measure_limits, rate_of
 from tiermem.membership import join_ranks, local_ranks, meet_peers
@@ -46,7 +48,7 @@ from tiermem.steps import Steps
 from tiermem.table import PageTable
 from tiermem.tier import Tier, trim_memory
 from tiermem.tiling import NOTHING, Tiling
-from tiermem.trace import POOL, AnyTrace, NullTrace, PageInfo, Reason, Trace
+from tiermem.trace import POOL, AnyTrace, Event, NullTrace, PageInfo, Reason, Trace
 from tiermem.transfer import Transfers
 from tiermem.unit import Group, Unit, build_units
 from tiermem.whole import Whole
@@ -358,6 +360,15 @@ class Runtime:
             transfers.provide(page for page in self.table if page.kind in FIRST and page.shard is None)
             return
         transfers.failures.damaged = partial(mark_damage, self.run)
+        later = self.run.layout.get(LATER, []) if self.run.kept else []
+        for unit, kind, name, nbytes in later:
+            dtype = getattr(torch, name)
+            sinks = self.config.placement.optimizer is TierName.DISK
+            page = self.table.add(unit, Kind[kind.upper()], dtype, nbytes // dtype.itemsize, sinks=sinks)
+            page.durable, page.num_slots = True, 1 + self.run.num_kept
+            self.trace.record(Event.PAGE, now(), 0, unit, page.number, nbytes)
+        if later:
+            self.layout[LATER] = later
         adopt_pages(self.run, self.table, self.layout, disk)
         transfers.provide(page for page in self.table if page.shard is None)
         self.run.describe(self.layout, [page.slots for page in self.table])

@@ -10,6 +10,7 @@ import xxhash
 
 from tiermem.durable import DurableRun
 from tiermem.folder import PAGES, check_file
+from tiermem.layout import pages_of
 from tiermem.record import BLANK, CHECKED, Commit
 
 PIECE_NBYTES = 4 << 20
@@ -29,10 +30,11 @@ def damage_of(
         for folder in run.folders:
             files.append(os.open(PAGES, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.fd))
             check_file(files[-1], folder.path / PAGES)
+        pages = pages_of(run.layout)
         for number, row in enumerate(commit.rows):
             if row["what"] == BLANK:
                 continue
-            file, offset, nbytes = int(row["file"]), int(row["offset"]), run.layout["pages"][number][3]
+            file, offset, nbytes = int(row["file"]), int(row["offset"]), pages[number][3]
             actual = checksum_of(files[file], offset, nbytes)
             expected = int(row["checksum"]) if row["what"] == CHECKED else None
             if actual is None or expected not in (None, actual):

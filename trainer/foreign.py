@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from tiermem.errors import ConfigError, PagingError
+from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.policies import Access, Effect, Phase
 from tiermem.trace import Event, Tier
 from tiermem.trainer.blueprint import Blueprint
+from tiermem.trainer.committed import resume, state_of
 from tiermem.trainer.portion import Portion, require_room
 from tiermem.trainer.state import StatefulUpdate
 from tiermem.unit import Group, Unit
@@ -33,17 +34,13 @@ class ForeignUpdate(StatefulUpdate):
 
     def __init__(self, hooks: Hooks, owner: Optimizer, blueprint: Blueprint) -> None:
         super().__init__(hooks, owner)
-        if hooks.commits is not None:
-            raise ConfigError(
-                "durability.mode: commits have the state of tiermem's Adam and AdamW, and not that of "
-                f'{blueprint.name}; set durability.mode = "off" (model.save works), or use those'
-            )
         self._blueprint = blueprint
 
     def add(self, parameters: Sequence[torch.Tensor], setting: int) -> None:
         """See :meth:`Update.add`.
 
-        Raises ValueError where the class mixes what isn't there together, BudgetError where its state has no room.
+        Raises ValueError where the class mixes what isn't there together, BudgetError where its state has no room, and
+        ConfigError where a resumed commit has the state of another class, or of other parameter groups.
         """
         settings = settings_of(self._owned().param_groups[setting])
         self._blueprint.require_separate(settings)
@@ -71,7 +68,21 @@ class ForeignUpdate(StatefulUpdate):
             for dtype in {group.dtype for group in groups}
         }
         portions = [portion for group in groups for portion in self.portions_of(group)]
-        require_room(self.hooks.pager, self._blueprint.name, portions, dtypes)
+        commits = self.hooks.commits
+        unclaimed = commits.unclaimed if commits is not None else ()
+        require_room(self.hooks.pager, self._blueprint.name, portions, dtypes, unclaimed)
+        if commits is not None:
+            commits.join(self)
+
+    def state(self) -> dict[str, Any]:
+        """As commits have it: settings, see :mod:`tiermem.trainer.committed`, and what :meth:`committed` says."""
+        known = state_of(self._owned(), self.names(), {}, self._blueprint.name)
+        return {**known, "portions": self.committed()}
+
+    def resume(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over what :meth:`state` gave. Raises ConfigError when it is another class's, or grouped otherwise."""
+        resume(self._owned(), self.names(), {}, states, self._blueprint.name)
+        self.take_over([portion for state in states for portion in state.get("portions", ())])
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -141,9 +152,10 @@ class ForeignUpdate(StatefulUpdate):
                     begun = True
                 else:
                     self.put(portion, new)
-                if not portion.stepped:
-                    portion.stepped = True
-                    with door:
+                with door:
+                    self._send(list(portion.pages.values()))
+                    if not portion.stepped:
+                        portion.stepped = True
                         self._foretell(access, portion, spends)  # its pages have just come into being
             done = True
         finally:
@@ -153,6 +165,8 @@ class ForeignUpdate(StatefulUpdate):
                     pager.unpin([parameter], dirty=True)
                     parameter.version += 1
                     gradient.spent = done and group.spends(mine)
+                    if done:
+                        self._send([parameter])
         group.use(mine)
         group.stale.clear()
         self.hooks.reduction.updated(group)

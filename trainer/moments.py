@@ -278,29 +278,15 @@ class AdamUpdate(Update):
 
     # -- state, as commits have it --------------------------------------------------------------------------
 
-    def pending(self) -> bool:
-        """Are there gradients of these parameters that have landed and weren't used?"""
-        return any(
-            group.landed[index] and not group.used[index] and id(field.parameter) in self.settings
-            for unit in self.hooks.units
-            for group in unit.groups
-            if group.gradient is not None and not group.summed.spent
-            for index, field in enumerate(group.fields)
-        )
-
     def state(self) -> dict[str, Any]:
         """Settings and counts, see :mod:`tiermem.trainer.committed`."""
         self._runs.settle_all()
-        return state_of(self._owned(), self._names(), self.steps)
+        return state_of(self._owned(), self.names(), self.steps)
 
     def resume(self, states: Sequence[dict[str, Any]]) -> None:
         """Take over what :meth:`state` gave. Raises ConfigError when parameters are grouped otherwise."""
         self._runs.clear()
-        resume(self._owned(), self._names(), self.steps, states)
-
-    def _names(self) -> dict[int, str]:
-        homes = {number: self.hooks.home[number] for number in self.settings}
-        return {number: group.fields[index].name for number, (group, index) in homes.items()}
+        resume(self._owned(), self.names(), self.steps, states)
 
     # -- state, as state_dict has it ------------------------------------------------------------------------
 

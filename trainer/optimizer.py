@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from tiermem.checkpoint.contents import Stored
 from tiermem.errors import PagingError
 from tiermem.hooks import Hooks
 from tiermem.parameter import owner_of
@@ -36,7 +37,7 @@ def paged(
     Raises:
         ValueError: what ``kind`` raises for its settings; or it can't be run over pages, and why.
         BudgetError: a step of it needs more than the host's budget.
-        ConfigError: the run is durable: commits have no state of other optimizers.
+        ConfigError: the run was resumed, and its commit has the state of another class, or of other groups.
     """
     return Paged(Blueprint(kind, settings, elementwise), params)
 
@@ -182,5 +183,8 @@ def _wrap(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _cast(value: Any, parameter: Tensor, name: str) -> Any:
     """A value of a loaded state in the dtype that torch gives it."""
-    wanted = isinstance(value, Tensor) and name != "step" and parameter.is_floating_point()
-    return value.to(parameter.dtype) if wanted else value
+    if name == "step" or not parameter.is_floating_point():
+        return value
+    if isinstance(value, Stored):
+        return value._replace(dtype=parameter.dtype)
+    return value.to(parameter.dtype) if isinstance(value, Tensor) else value

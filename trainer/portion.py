@@ -7,7 +7,7 @@ vector loop ends, are those of whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,14 +72,27 @@ def cut(group: Group, *, whole: bool) -> list[Portion]:
 
 
 def require_room(
-    pager: Pager, name: str, portions: Sequence[Portion], dtypes: Mapping[torch.dtype, Sequence[torch.dtype]]
+    pager: Pager,
+    name: str,
+    portions: Sequence[Portion],
+    dtypes: Mapping[torch.dtype, Sequence[torch.dtype]],
+    unclaimed: Container[int] = (),
 ) -> None:
     """Raise BudgetError where one portion's update doesn't fit the host, or all state, if that may not sink.
 
-    ``dtypes``: those of the tensors that are kept for a parameter of that dtype.
+    ``dtypes``: those of the tensors that are kept for a parameter of that dtype. ``unclaimed`` pages of a resumed run
+    are this state, or will be.
     """
     capacity = pager.host.slab.nbytes
-    stuck = sum(page.nbytes for page in pager.table if not page.sinks and page.kind not in _OF_ADAM)
+    own = {page.number for portion in portions for page in portion.pages.values()}
+    stuck = sum(
+        page.nbytes
+        for page in pager.table
+        if not page.sinks
+        and page.kind not in _OF_ADAM
+        and page.number not in own
+        and page.number not in unclaimed
+    )
     state = [
         sum(padded((each.stop - each.start) * dtype.itemsize) for dtype in dtypes[each.group.dtype])
         for each in portions

@@ -1,4 +1,4 @@
-"""Scalars: what an optimizer keeps for a parameter as a whole, as ranks tell each other of it (JSON)."""
+"""Scalars: what an optimizer keeps for a parameter as a whole, as ranks tell each other of it, or commits have it."""
 
 from __future__ import annotations
 
@@ -35,3 +35,17 @@ def decoded(value: Any) -> Any:
         dtype: torch.dtype = getattr(torch, value["dtype"])
         return torch.tensor(value["value"], dtype=dtype).reshape(value["shape"])
     return value
+
+
+def packed(value: Any) -> Any:
+    """As a commit has it: a tensor of one element as plain data, since a file of many tensors is slow to write."""
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return ("scalar", encoded(value, "")) if one else ("value", value)
+
+
+def unpacked(value: Any) -> Any:
+    """What :func:`packed` was given, in memory of its own."""
+    kind, given = value
+    if kind == "scalar":
+        return decoded(given)
+    return given.clone() if isinstance(given, torch.Tensor) else given

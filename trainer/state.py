@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from tiermem.checkpoint.contents import Stored
+from tiermem.checkpoint.grid import order_of
 from tiermem.hooks import Hooks
-from tiermem.page import Kind, Page
+from tiermem.page import Kind, Page, padded
 from tiermem.policies import Phase
 from tiermem.trace import Event
 from tiermem.trainer.portion import Piece, Portion, cut
-from tiermem.trainer.scalars import decoded, encoded
+from tiermem.trainer.scalars import decoded, encoded, packed, unpacked
 from tiermem.trainer.update import Update
-from tiermem.unit import Group, Stretch
+from tiermem.unit import Field, Group, Stretch
 
 Facts = tuple[dict[str, torch.dtype], dict[str, Any]]
 """Of one parameter's state: the names and dtypes of what is in pages, and what isn't."""
@@ -99,18 +101,73 @@ class StatefulUpdate(Update):
         """A new page for the state of this name; None where another piece's has been made."""
         if name in portion.pages:
             return None
-        group, pager = portion.group, self.hooks.pager
-        sinks = group.parts[0].exp_avg.sinks
-        page = pager.table.add(group.unit, Kind.STATE, dtype, portion.stop - portion.start, sinks=sinks)
-        with self.hooks.door:
-            if pager.transfers.disk is not None:
-                pager.transfers.provide([page])
-            self.hooks.trace.record(Event.PAGE, now(), 0, group.unit, page.number, page.nbytes)
-        portion.pages[name] = page
-        stretches = group.states.setdefault(name, [])
-        stretches.append(Stretch(page, portion.start, portion.stop))
-        stretches.sort(key=lambda stretch: stretch.start)
+        group, pager, commits = portion.group, self.hooks.pager, self.hooks.commits
+        numel = portion.stop - portion.start
+        page = None
+        if commits is not None:
+            page = commits.claim(group.unit, dtype, padded(numel * dtype.itemsize))
+        if page is None:
+            page = pager.table.add(group.unit, Kind.STATE, dtype, numel, sinks=group.parts[0].exp_avg.sinks)
+            if commits is not None:
+                commits.admit(page)
+            with self.hooks.door:
+                if pager.transfers.disk is not None:
+                    pager.transfers.provide([page])
+                self.hooks.trace.record(Event.PAGE, now(), 0, group.unit, page.number, page.nbytes)
+        self._bind(portion, name, page)
         return page
+
+    def _bind(self, portion: Portion, name: str, page: Page) -> None:
+        """The state of this name is in that page."""
+        portion.pages[name] = page
+        stretches = portion.group.states.setdefault(name, [])
+        if all(stretch.page is not page for stretch in stretches):
+            stretches.append(Stretch(page, portion.start, portion.stop))
+            stretches.sort(key=lambda stretch: stretch.start)
+
+    # -- state, as commits have it --------------------------------------------------------------------------
+
+    def committed(self) -> list[dict[str, Any]]:
+        """By portion: its pages' numbers by name, and of each parameter what is in them and what isn't.
+
+        As tensors and plain data; portions without state are left out.
+        """
+        return [
+            {
+                "unit": unit.number,
+                "group": number,
+                "start": portion.start,
+                "pages": {name: page.number for name, page in portion.pages.items()},
+                "pieces": pieces,
+            }
+            for unit in self.hooks.units
+            for number, group in enumerate(unit.groups)
+            for portion in self._portions.get(id(group), ())
+            if (pieces := _pieces(portion))
+        ]
+
+    def take_over(self, portions: Sequence[Mapping[str, Any]]) -> None:
+        """What :meth:`committed` gave, of this optimizer's parameters and perhaps others', is their state."""
+        commits = self.hooks.commits
+        assert commits is not None
+        names = {name: identity for identity, name in self.names().items()}
+        for each in portions:
+            group = self.hooks.units[each["unit"]].groups[each["group"]]
+            mine = {name: piece for name, piece in each["pieces"].items() if name in names}
+            if not mine:
+                continue
+            portion = next(one for one in self.portions_of(group) if one.start == each["start"])
+            for name, number in each["pages"].items():
+                commits.unclaimed.pop(number, None)
+                if name not in portion.pages:
+                    self._bind(portion, name, self.hooks.pager.table[number])
+            for place, piece in enumerate(portion.pieces):
+                found = mine.get(group.fields[piece.field].name)
+                if found is not None:
+                    portion.paged[place] = list(found["paged"])
+                    portion.kept[place] = {name: unpacked(value) for name, value in found["kept"].items()}
+            portion.optimizer = None  # its instance of the class began without this
+            portion.stepped = True
 
     # -- state, as state_dict and checkpoints have it -------------------------------------------------------
 
@@ -186,7 +243,7 @@ class StatefulUpdate(Update):
         return state
 
     def write(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Take over the state of one parameter, whole, from what a reader or an unpaged optimizer gave."""
+        """Take over the state of one parameter from what a reader, an unpaged optimizer or a checkpoint gave."""
         self.hooks.release_resident()
         group, index = self.hooks.home[id(parameter)]
         field = group.fields[index]
@@ -196,6 +253,8 @@ class StatefulUpdate(Update):
             portion.optimizer = None  # a class may begin with state of its own, where it is given none
             new = []
             for name, value in state.items():
+                if isinstance(value, Stored):
+                    value = _read(value, field, piece)
                 mine = value
                 if isinstance(value, torch.Tensor) and tuple(value.shape) == field.size and not piece.whole:
                     dense = torch.empty_strided(field.size, field.stride, dtype=value.dtype).copy_(value)
@@ -223,3 +282,27 @@ class StatefulUpdate(Update):
         assert page.host is not None
         size = (piece.stop - piece.start,)
         return self.hooks.pager.host.view(page.host, page.dtype, piece.start - portion.start, size, (1,))
+
+
+def _pieces(portion: Portion) -> dict[str, dict[str, Any]]:
+    """What is kept of each parameter that has state, by its name."""
+    fields = portion.group.fields
+    return {
+        fields[piece.field].name: {
+            "paged": list(names),
+            "kept": {name: packed(value) for name, value in kept.items()},
+        }
+        for piece, kept, names in zip(portion.pieces, portion.kept, portion.paged, strict=True)
+        if kept or names
+    }
+
+
+def _read(stored: Stored, field: Field, piece: Piece) -> torch.Tensor:
+    """Of a tensor as large as the parameter, what belongs to a piece; of any other, all."""
+    if stored.size != field.size or field.numel == 1:
+        return stored.whole()
+    out = torch.empty(piece.stop - piece.start, dtype=stored.dtype)
+    order = order_of(field.size, field.stride)
+    assert order is not None
+    stored.read(piece.start - field.offset, out, order)
+    return out.as_strided(field.size, field.stride) if piece.whole else out

@@ -42,6 +42,21 @@ class Update:
         for parameter in parameters:
             self.settings[id(parameter)] = setting
 
+    def pending(self) -> bool:
+        """Are there gradients of these parameters that have landed and weren't used?"""
+        return any(
+            group.landed[index] and not group.used[index] and id(field.parameter) in self.settings
+            for unit in self.hooks.units
+            for group in unit.groups
+            if group.gradient is not None and not group.summed.spent
+            for index, field in enumerate(group.fields)
+        )
+
+    def names(self) -> dict[int, str]:
+        """The names of its parameters, by their ids."""
+        homes = {number: self.hooks.home[number] for number in self.settings}
+        return {number: group.fields[index].name for number, (group, index) in homes.items()}
+
     def reader(self) -> Callable[[torch.Tensor], dict[str, Any]]:
         """What gives the state of one parameter, in tensors of their own; {} before its first update."""
         raise NotImplementedError
