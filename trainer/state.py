@@ -299,10 +299,10 @@ def _pieces(portion: Portion) -> dict[str, dict[str, Any]]:
 
 def _read(stored: Stored, field: Field, piece: Piece) -> torch.Tensor:
     """Of a tensor as large as the parameter, what belongs to a piece; of any other, all."""
-    if stored.size != field.size or field.numel == 1:
+    if stored.size != field.shape or field.numel == 1:
         return stored.whole()
     out = torch.empty(piece.stop - piece.start, dtype=stored.dtype)
-    order = order_of(field.size, field.stride)
+    order = order_of(field.shape, field.stride)
     assert order is not None
-    stored.read(piece.start - field.offset, out, order)
+    stored.read(field.first + piece.start - field.offset, out, order)
     return out.as_strided(field.size, field.stride) if piece.whole else out
