@@ -68,8 +68,9 @@ def join_ranks(
     """Connect to the others; from then on they can ask for this rank's slices. The caller closes."""
     groups = [group for unit in units for group in unit.groups]
     slices = [group.parameter.nbytes // partition.world for group in groups]
+    share = sum(group.numel * group.dtype.itemsize for group in groups) // partition.world
     words = [f"the parameters of {units[group.unit].name}" for group in groups]
-    ranks = peers.connect(slices, words, config.ranks.reduce == "float32", partition.world)
+    ranks = peers.connect(slices, words, config.ranks.reduce == "float32", partition.world, share)
     shards = {group.parameter.key: group.parameter.shard for group in groups}
     transfers.shelf.open(ranks, {key: shard for key, shard in shards.items() if shard is not None})
     return ranks

@@ -218,6 +218,8 @@ class Pager:
         """Begin what prefetching wants, as far as there is room or room can be made; never waits."""
         moves = self.transfers
         moves.poll()
+        if moves.shelf.ranks is not None:
+            moves.shelf.ranks.tick()
         if self.planning:
             for replay in self._replays:
                 replay.pump()

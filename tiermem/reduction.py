@@ -23,11 +23,14 @@ from tiermem.pager import Pager
 from tiermem.parallel import ALONE, Parallel, combined
 from tiermem.partition import Partition
 from tiermem.policies import Phase
-from tiermem.ranks import Ranks, Request
+from tiermem.ranks import Ranks, Request, Term
 from tiermem.ranks.coordinator import SETTLE, STEP
 from tiermem.summed import SummedGradient
 from tiermem.trace import Reason
 from tiermem.unit import Group, Unit
+
+PATIENCE = 8
+"""Accesses for which small gradients wait for others to go with."""
 
 
 class Reduction:
@@ -83,6 +86,8 @@ class Reduction:
         for group in list(self._arrived):
             self._give(group)
         self._arrived.clear()
+        if self.ranks is not None:
+            self.ranks.flush()
 
     def _give(self, group: Group) -> None:
         page = group.gradient
@@ -104,7 +109,8 @@ class Reduction:
         self._fill(group, held)
         target = self._typed(shard)
         self._given[group] += 1
-        request = ranks.reduce(page.key, self._given[group], self._typed(page), target, shard.blank)
+        term = Term(self._typed(page), target, shard.blank)
+        request = ranks.reduce(page.key, self._given[group], term, PATIENCE)
         self._flying[group] = held
         group.held[:] = bytes(len(held))
         self._pager.unpin([page], dirty=True)
@@ -215,7 +221,8 @@ class Reduction:
             shard = self._open(group, [])
             try:
                 self._given[group] += 1
-                request = ranks.reduce(page.key, self._given[group], None, self._typed(shard), shard.blank)
+                term = Term(None, self._typed(shard), shard.blank)
+                request = ranks.reduce(page.key, self._given[group], term)
                 self._wait(page, Reason.REDUCE, request, reason)
             finally:
                 self._landed(group, shard, changed=True)
@@ -226,7 +233,8 @@ class Reduction:
             whole = self._typed(page)
             own = self._slice(whole)
             self._given[group] += 1
-            request = ranks.reduce(page.key, self._given[group], whole, whole[slice(*own)], True)
+            term = Term(whole, whole[slice(*own)], True)
+            request = ranks.reduce(page.key, self._given[group], term)
             self._wait(page, Reason.REDUCE, request, reason)
             if self.partition.stage == 0:
                 self._wait(page, Reason.GATHER, ranks.share(f"gradient {page.key}", whole, own), reason)

@@ -568,6 +568,7 @@ class Runtime:
                     "shards": self.partition.world,
                     "nbytes_sent": dict(self.ranks.exchange.nbytes_sent),
                     "nbytes_received": dict(self.ranks.exchange.nbytes_received),
+                    "exchanges": dict(self.ranks.exchange.num),
                     "seconds": {what: ns / 1e9 for what, ns in counters.collective_ns.items()},
                 }
             return {

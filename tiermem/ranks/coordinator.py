@@ -22,6 +22,7 @@ Decisions:
 ``["done", name, tag, payloads]`` all have joined;
 ``["return", name]`` an exchange that was joined is taken back, because nobody could go on;
 ``["error", text, rank]`` it is over.
+:func:`together` makes one decision of neighbouring reductions of small pages: ``["together", [decisions]]``.
 """
 
 from __future__ import annotations
@@ -236,6 +237,31 @@ class Coordinator:
     def _version(self, rank: int, key: int) -> str:
         version = self._offered[rank].get(key)
         return "none, being in its optimizer step" if version is None else f"version {version}"
+
+
+def together(decisions: Sequence[Decision], slices: Sequence[int], small: int, limit: int) -> list[Decision]:
+    """Neighbouring decisions to reduce slices of at most ``small`` bytes as one, up to ``limit`` bytes in all.
+
+    ``slices`` are the sizes of slices by page.
+    """
+    merged: list[Decision] = []
+    run: list[Message] = []
+    nbytes = 0
+    for ranks, message in decisions:
+        size = slices[int(message[1].split()[1])] if _reduces(message) else limit
+        if size > small or not run or nbytes + size > limit:
+            run, nbytes = [], 0
+            merged.append((ranks, message))
+        if size <= small:
+            run.append(message)
+            nbytes += size
+        if len(run) > 1:
+            merged[-1] = (ranks, ["together", run])
+    return merged
+
+
+def _reduces(message: Message) -> bool:
+    return bool(message[0] == "done" and message[1].startswith(REDUCE))
 
 
 def _listed(words: Iterable[str]) -> str:

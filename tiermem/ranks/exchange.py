@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,14 +27,22 @@ _PIECES = 1 << 10  # of a slice, at most
 _TAGS = 1 << 31
 
 
+class Term(NamedTuple):
+    """What a rank gives to a sum, see :meth:`Exchange.reduce`."""
+
+    page: torch.Tensor | None
+    target: torch.Tensor
+    fresh: bool
+
+
 class Exchange:
     """Moves slices between the ``world`` ranks of ``group``, whose tensors must be on the CPU.
 
-    ``largest`` is the size in bytes of the largest slice; ``float32`` has sums made in that. So many ranks as
-    ``shards`` says, one after the other, are near each other.
+    ``piece`` is how many bytes of a slice are added up at a time, and of small slices move together; ``float32`` has
+    sums made in that. So many ranks as ``shards`` says, one after the other, are near each other.
     """
 
-    def __init__(self, group: Any, rank: int, world: int, largest: int, float32: bool, shards: int) -> None:
+    def __init__(self, group: Any, rank: int, world: int, piece: int, float32: bool, shards: int) -> None:
         self.rank = rank
         self.world = world
         first = rank // shards * shards
@@ -44,14 +52,15 @@ class Exchange:
         self._replicas = range(self.place, world, shards)
         self._group = group
         self._others = [other for other in self.near if other != rank]
-        self._piece = piece_nbytes(largest)
+        self.piece = piece
         self._float32 = float32
         # Aligned, since slices are read into it from the disk.
         self._scratch = torch.frombuffer(
-            Buffer(scratch_nbytes(largest, shards, world // shards)).view, dtype=torch.uint8
+            Buffer(_num_pieces(shards, world // shards) * piece).view, dtype=torch.uint8
         )
         self.nbytes_sent: dict[str, int] = defaultdict(int)
         self.nbytes_received: dict[str, int] = defaultdict(int)
+        self.num: dict[str, int] = defaultdict(int)  # of exchanges, by what they are
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -64,7 +73,7 @@ class Exchange:
         return self._group.recv([target], of, tag)
 
     def _scratch_of(self, index: int, nbytes: int) -> torch.Tensor:
-        return self._scratch[index * self._piece :][:nbytes]
+        return self._scratch[index * self.piece :][:nbytes]
 
     def _slice(self, page: torch.Tensor, size: int, rank: int) -> torch.Tensor:
         """A near rank's slice of a page, of ``size`` elements."""
@@ -78,6 +87,7 @@ class Exchange:
 
         Returns what is to be waited for. Slices of ranks that don't want the page come in pieces.
         """
+        self.num["gather"] += 1
         size = page.numel() // len(self.near)
         works = []
         for other in self._others:
@@ -87,7 +97,7 @@ class Exchange:
             else:
                 works += [
                     self._receive("gather", other, piece, _tagged(tag, index))
-                    for index, piece in enumerate(_pieces(target, self._piece))
+                    for index, piece in enumerate(_pieces(target, self.piece))
                 ]
         own = self._slice(page, size, self.rank)
         works += [
@@ -102,8 +112,9 @@ class Exchange:
 
         ``read`` is given the first byte within the slice, and the memory to fill.
         """
-        for index, start in enumerate(range(0, nbytes, self._piece)):
-            piece = self._scratch_of(0, min(self._piece, nbytes - start))
+        self.num["gather"] += 1
+        for index, start in enumerate(range(0, nbytes, self.piece)):
+            piece = self._scratch_of(0, min(self.piece, nbytes - start))
             read(start, piece)
             for work in [self._send("gather", other, piece, _tagged(tag, index)) for other in ranks]:
                 work.wait()
@@ -123,8 +134,9 @@ class Exchange:
         ``page`` is this rank's (None: it gives nothing), and of the gradient's dtype, as is ``target``; ``givers`` says
         which ranks give one. ``target`` may be a slice of ``page``.
         """
+        self.num["reduce"] += 1
         itemsize = target.element_size()
-        step = self._piece // itemsize
+        step = self.piece // itemsize
         size = target.numel()
         edges = [(start, min(start + step, size)) for start in range(0, size, step)]
         sends: list[Any] = []
@@ -158,6 +170,42 @@ class Exchange:
             self._add(target[start:stop], rows, fresh, givers, _tagged(tag, index))
         for work in sends:
             work.wait()
+
+    def reduce_together(
+        self, terms: Sequence[Term], givers: Sequence[Sequence[bool]], tags: Sequence[int]
+    ) -> None:
+        """As :meth:`reduce`, of small pages whose slices are no more than a piece together."""
+        self.num["reduce"] += 1
+        sizes = [term.target.numel() for term in terms]
+        works, coming = [], {}
+        for row, other in enumerate(self._others):
+            theirs = [
+                size * term.target.element_size()
+                for size, term, gave in zip(sizes, terms, givers, strict=True)
+                if gave[other]
+            ]
+            mine = [
+                _bytes(self._slice(term.page, size, other))
+                for term, size in zip(terms, sizes, strict=True)
+                if term.page is not None
+            ]
+            if theirs:
+                room = self._scratch_of(row, sum(theirs))
+                works.append(self._receive("reduce", other, room, _tagged(tags[0], 0)))
+                coming[other] = iter(torch.split(room, theirs))
+            if mine:
+                room = self._scratch_of(len(self._others) + row, sum(map(torch.numel, mine)))
+                works.append(self._send("reduce", other, torch.cat(mine, out=room), _tagged(tags[0], 0)))
+        for work in works:
+            work.wait()
+        for term, size, gave, tag in zip(terms, sizes, givers, tags, strict=True):
+            rows = []
+            for rank in self.near:
+                if rank == self.rank and term.page is not None:
+                    rows.append(self._slice(term.page, size, rank))
+                elif rank != self.rank and gave[rank]:
+                    rows.append(next(coming[rank]).view(term.target.dtype))
+            self._add(term.target, rows, term.fresh, gave, _tagged(tag, 0))
 
     def _add(
         self,
@@ -202,7 +250,7 @@ class Exchange:
                 if parts[other].numel()
             ]
         terms = {self.rank: own} if sum_ is not None else {}
-        room = self._scratch[2 * len(self._others) * self._piece :].view(of)
+        room = self._scratch[2 * len(self._others) * self.piece :].view(of)
         for index, (other, there) in enumerate(zip(self._replicas, gave, strict=True)):
             if there and other != self.rank and own.numel():
                 place = room[index * own.numel() :][: own.numel()]
@@ -227,6 +275,7 @@ class Exchange:
 
     def share(self, whole: torch.Tensor, bounds: Sequence[tuple[int, int]], tag: int) -> None:
         """Fill ``whole`` (one dimension): each rank has the elements within its ``bounds`` and sends them to all."""
+        self.num["share"] += 1
         start, stop = bounds[self.rank]
         own = whole[start:stop].view(torch.uint8)
         works = [
@@ -247,7 +296,11 @@ def piece_nbytes(largest: int) -> int:
 
 def scratch_nbytes(largest: int, shards: int, replicas: int) -> int:
     """Bytes of memory that an exchange needs for itself: two pieces from every other rank that is near, and sums."""
-    return (2 * (shards - 1) + (3 if replicas > 1 else 0)) * piece_nbytes(largest)
+    return _num_pieces(shards, replicas) * piece_nbytes(largest)
+
+
+def _num_pieces(shards: int, replicas: int) -> int:
+    return 2 * (shards - 1) + (3 if replicas > 1 else 0)
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:

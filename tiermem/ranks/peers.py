@@ -13,8 +13,9 @@ from typing import Any
 from torch import distributed as dist
 
 from tiermem.errors import ConfigError, RanksError
+from tiermem.page import padded
 from tiermem.ranks.coordinator import Coordinator
-from tiermem.ranks.exchange import Exchange
+from tiermem.ranks.exchange import PIECE_NBYTES, Exchange, piece_nbytes
 from tiermem.ranks.ranks import Ranks
 from tiermem.ranks.wire import Server, connect
 
@@ -92,14 +93,19 @@ class Peers:
             raise RanksError(f"{what}: rank {failed} could not do its part: {said[failed][1]}", failed)
         return [each[0] for each in said]
 
-    def connect(self, slices: Sequence[int], words: Sequence[str], float32: bool, shards: int) -> Ranks:
+    def connect(
+        self, slices: Sequence[int], words: Sequence[str], float32: bool, shards: int, share: int
+    ) -> Ranks:
         """Open the connections; ``slices`` are the bytes of one slice of each page, by key, ``words`` their names.
 
-        ``shards``: how many ranks, one after the other, have the slices between them.
+        ``shards``: how many ranks, one after the other, have the slices between them; ``share``: the bytes of all
+        parameters that one of them has, without padding.
 
         Raises RanksError, on all ranks, when they can't reach each other.
         """
-        server = Server(Coordinator(self.world, words, shards)) if self.rank == 0 else None
+        piece = max(piece_nbytes(max(slices, default=0)), min(PIECE_NBYTES, padded(share)))
+        coordinator = Coordinator(self.world, words, shards)
+        server = Server(coordinator, slices, piece) if self.rank == 0 else None
         invitation = self.tell(server.invitation if server is not None else None)[0]
         with contextlib.ExitStack() as stack:
             if server is not None:
@@ -108,8 +114,7 @@ class Peers:
                 server.start(CONNECT_SECONDS)
             connection = connect(invitation, self.rank, CONNECT_SECONDS)
             stack.callback(connection.close)
-            largest = max(slices, default=0)
-            exchange = Exchange(self._group, self.rank, self.world, largest, float32, shards)
+            exchange = Exchange(self._group, self.rank, self.world, piece, float32, shards)
             ranks = Ranks(connection, server, exchange, slices, self._timeout)
             stack.pop_all()
         return ranks

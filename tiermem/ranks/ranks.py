@@ -19,12 +19,16 @@ import torch
 
 from tiermem.errors import RanksError
 from tiermem.ranks.coordinator import CLOSE, STEP, Message
-from tiermem.ranks.exchange import Exchange
+from tiermem.ranks.exchange import Exchange, Term
+from tiermem.ranks.held import SMALL_NBYTES, Held
 from tiermem.ranks.request import Request
 from tiermem.ranks.wire import Connection, Server
 
 AWHILE = 3.0
 """Seconds in which the coordinator hears of a process's end, and says so."""
+
+HOLD = 0.02
+"""Seconds after which what waits for more of its kind is said, whatever else happens."""
 
 Read = Callable[[int, int, torch.Tensor], None]
 """Puts bytes of this rank's slice of a page into memory: the page's key, the first byte, the memory (uint8)."""
@@ -71,6 +75,8 @@ class Ranks:
         self._met: dict[str, int] = {}  # how often all have met, by why
         self._decisions: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._feeds: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._held = Held(exchange.piece)
+        self._saying = threading.Lock()  # so that messages come in the order in which they are said
         self._threads = [
             threading.Thread(target=run, name=f"tiermem-ranks-{name}", daemon=True)
             for name, run in (("reader", self._hear), ("mover", self._move), ("feeder", self._feed))
@@ -108,7 +114,7 @@ class Ranks:
                     self._gathers.pop(key, None)
                 request.end(error)
                 return
-            self._say(["want", key, version])
+            self._say(["want", key, version], past=True)
             request.posted.set()
 
         if wait is None:
@@ -117,18 +123,14 @@ class Ranks:
             self._feeds.put(post)
         return request
 
-    def reduce(
-        self, key: int, number: int, page: torch.Tensor | None, target: torch.Tensor, fresh: bool
-    ) -> Request:
-        """Give ``page`` (None: nothing) to the sum of all ranks' ``number``-th one, whose own slice goes to ``target``.
+    def reduce(self, key: int, number: int, term: Term, patience: int = 0) -> Request:
+        """Give a page (or nothing) to the sum of all ranks' ``number``-th one, whose own slice goes to its target.
 
-        See :meth:`Exchange.reduce`. It may be returned.
+        See :meth:`Exchange.reduce`. It may be returned. So many accesses as ``patience`` says, a small one may wait
+        for others to go together with it.
         """
-
-        def run(tag: int, givers: list[Any]) -> None:
-            self.exchange.reduce(page, target, fresh, givers, tag)
-
-        return self._join(f"reduce {key} {number}", page is not None, run)
+        request = Request(f"reduce {key} {number}", term=term)
+        return self._join(request, term.page is not None, key, patience)
 
     def share(self, why: str, whole: torch.Tensor, own: tuple[int, int]) -> Request:
         """Fill ``whole`` (one dimension) with the elements that each rank has: this one within ``own``."""
@@ -136,14 +138,14 @@ class Ranks:
         def run(tag: int, bounds: list[Any]) -> None:
             self.exchange.share(whole, [(start, stop) for start, stop in bounds], tag)
 
-        return self._join(self._numbered(why), list(own), run)
+        return self._join(Request(self._numbered(why), run), list(own))
 
     def meet(self, why: str, payload: Any = None, reason: str = "") -> list[Any]:
         """Wait until all ranks are here, with the same ``why``; returns what each of them brought (JSON).
 
         Raises RanksError when that can't happen, or doesn't within the timeout.
         """
-        request = self._join(self._numbered(why), payload, None)
+        request = self._join(Request(self._numbered(why)), payload)
         if why == STEP:
             self.stepping = True
         self.wait(request, reason or why)
@@ -153,20 +155,45 @@ class Ranks:
         number = self._met[why] = self._met.get(why, 0) + 1
         return f"{why} {number}"
 
-    def _join(self, name: str, payload: Any, run: Callable[[int, list[Any]], None] | None) -> Request:
-        request = Request(name, run)
+    def _join(self, request: Request, payload: Any, key: int = 0, patience: int = 0) -> Request:
         with self._lock:
             if self._failure is not None:
                 request.end(self._failure)
                 return request
-            self._joined[name] = request
-        self._say(["join", name, payload])
-        request.posted.set()
+            self._joined[request.name] = request
+        self._say_soon(request, ["join", request.name, payload], key, patience)
         return request
 
-    def _say(self, message: Message) -> None:
+    def _say_soon(self, request: Request, message: Message, key: int, patience: int) -> None:
+        """Say it now, or together with others of its kind."""
+        if patience <= 0 or self._slices[key] > SMALL_NBYTES:
+            self._say(message)
+        else:
+            with self._held.lock:
+                first = not self._held
+                now = self._held.add(message, self._slices[key], patience)
+            if now:
+                self.flush()
+            elif first:
+                self._feeds.put(_nothing)  # which has the feeder look at the clock
+        request.posted.set()
+
+    def tick(self) -> None:
+        """An access has begun."""
+        if self._held.tick():
+            self.flush()
+
+    def flush(self) -> None:
+        """Say what waits for more of its kind."""
+        self._say()
+
+    def _say(self, *messages: Message, past: bool = False) -> None:
+        """Say these, after what is held; ``past``: that goes on waiting."""
         try:
-            self._connection.send([message])
+            with self._saying:
+                said = [*(() if past else self._held.take()), *messages]
+                if said:
+                    self._connection.send(said)
         except OSError as error:
             self._fail(
                 RanksError(f"the connection to the first rank has ended: {error.strerror or error}", 0)
@@ -182,6 +209,9 @@ class Ranks:
         end = monotonic() + self._timeout
         pause = 0.001  # until it is posted: who waits for a page not yet asked for isn't blocked by others
         said = late = False
+        page = request.name.startswith("want ")
+        if not page:
+            self.flush()
         while not request.ended.wait(pause):
             if self.interrupted():
                 self._say(["free"])
@@ -191,7 +221,8 @@ class Ranks:
             if not said and request.posted.is_set():
                 said, pause = True, 0.1
                 if not request.decided:
-                    self._say(["blocked", request.name, reason])
+                    # Who waits for a page needs nothing of its own to get it, so gradients may go on waiting.
+                    self._say(["blocked", request.name, reason], past=page)
             if not late and monotonic() > end:
                 late, end = True, monotonic() + 10
                 self._say(["late", self._timeout])
@@ -235,6 +266,10 @@ class Ranks:
                     self._decisions.put(message)
 
     def _decided(self, message: Message) -> None:
+        if message[0] == "together":
+            for each in message[1]:
+                self._decided(each)
+            return
         with self._lock:
             if message[0] == "done" and message[1] in self._joined:
                 self._joined[message[1]].decided = True
@@ -257,7 +292,7 @@ class Ranks:
                     continue
                 while posted:
                     self._finish(*posted.popleft())
-                self._carry_out(message)
+                self._carry_out(message[1] if message[0] == "together" else [message])
         except Exception as error:  # of the process group, or of the disk that a slice is read from
             # That another process has died shows here as well; whose it was, the coordinator hears.
             if not self._failing.wait(AWHILE):
@@ -288,22 +323,39 @@ class Ranks:
         self._moving.remove(request)
         request.end()
 
-    def _carry_out(self, message: Message) -> None:
-        _, name, tag, payloads = message
+    def _carry_out(self, messages: list[Message]) -> None:
         with self._lock:
-            request = self._joined.pop(name, None)
-        if request is None:
+            entries = [self._joined.pop(message[1], None) for message in messages]
+        requests = [entry for entry in entries if entry is not None]
+        if len(requests) < len(messages):
             return  # the ranks have failed meanwhile
-        request.payloads = payloads
-        self._moving.append(request)
-        if request.run is not None:
+        tags = [message[2] for message in messages]
+        for request, message in zip(requests, messages, strict=True):
+            request.payloads = message[3]
             request.begin()
-            request.run(tag, payloads)
-        self._moving.remove(request)
-        request.end()
+        self._moving += requests
+        first = requests[0]
+        if len(requests) > 1:
+            terms = [request.term for request in requests if request.term is not None]
+            self.exchange.reduce_together(terms, [request.payloads for request in requests], tags)
+        elif first.term is not None:
+            self.exchange.reduce(*first.term, first.payloads, tags[0])
+        elif first.run is not None:
+            first.run(tags[0], first.payloads)
+        for request in requests:
+            self._moving.remove(request)
+            request.end()
 
     def _feed(self) -> None:
-        while (post := self._feeds.get()) is not None:
+        while True:
+            try:
+                post = self._feeds.get(timeout=HOLD if self._held else None)
+            except queue.Empty:
+                # Whoever holds something may be waiting for another rank that waits for it, and we can't know.
+                self.flush()
+                continue
+            if post is None:
+                return
             post()
 
     def _fail(self, error: RanksError) -> None:
@@ -346,6 +398,10 @@ class Ranks:
             self._connection.close()
             if self._server is not None:
                 self._server.close()
+
+
+def _nothing() -> None:
+    """What a feeder is woken with."""
 
 
 def _unread(key: int, start: int, piece: torch.Tensor) -> None:

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from time import perf_counter_ns as now
 from typing import Any
 
+from tiermem.ranks.exchange import Term
+
 
 class Request:
     """Something that is decided by all ranks and then carried out by each.
 
     ``name`` is its name between the ranks; ``run`` what this rank does when it is decided, given the tag and what each
-    rank said. When :attr:`ended` is set, exactly one of these holds: ``error`` says why it failed, ``returned`` that it
-    was taken back and nothing has happened, or it has been carried out; ``payloads`` then has what each rank said.
+    rank said; or ``term`` what this one gives to a sum. When :attr:`ended` is set, exactly one of these holds:
+    ``error`` says why it failed, ``returned`` that it was taken back and nothing has happened, or it has been carried
+    out; ``payloads`` then has what each rank said.
     ``began`` and ``finished`` are when bytes moved, in ns of ``perf_counter_ns``.
     """
 
@@ -28,11 +31,18 @@ class Request:
         "posted",
         "returned",
         "run",
+        "term",
     )
 
-    def __init__(self, name: str, run: Callable[[int, list[Any]], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[int, list[Any]], None] | None = None,
+        term: Term | None = None,
+    ) -> None:
         self.name = name
         self.run = run
+        self.term = term
         self.posted = threading.Event()  # the coordinator has been asked
         self.decided = False
         self.ended = threading.Event()

@@ -21,7 +21,8 @@ from time import monotonic
 from typing import Any
 
 from tiermem.errors import RanksError
-from tiermem.ranks.coordinator import Coordinator, Decision, Message
+from tiermem.ranks.coordinator import Coordinator, Decision, Message, together
+from tiermem.ranks.held import SMALL_NBYTES
 
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<I")
@@ -81,10 +82,15 @@ class Connection:
 
 
 class Server:
-    """The coordinator's thread, and its connections to all ranks."""
+    """The coordinator's thread, and its connections to all ranks.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    Small pages move together, up to ``limit`` bytes of ``slices``, which are sizes by page.
+    """
+
+    def __init__(self, coordinator: Coordinator, slices: Sequence[int] = (), limit: int = 0) -> None:
         self._coordinator = coordinator
+        self._slices = slices
+        self._limit = limit
         self._connections: dict[int, Connection] = {}
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._token = secrets.token_bytes(32)
@@ -165,6 +171,7 @@ class Server:
                 self._tell(decisions)
 
     def _tell(self, decisions: list[Decision]) -> None:
+        decisions = together(decisions, self._slices, SMALL_NBYTES, self._limit)
         for rank, connection in self._connections.items():
             messages = [message for ranks, message in decisions if rank in ranks]
             if messages:
