@@ -59,7 +59,8 @@ def main() -> None:
         row["planned_error"] = row["planned"] / row["measured"] - 1
         print(
             f"{row['budget']:>10} {row['from']:>15} {row['predicted']:9.3f}s {row['measured']:9.3f}s "
-            f"{row['error']:+7.1%} {row['planned']:9.3f}s {row['planned_error']:+7.1%} {row['ratio']:14.3f}"
+            f"{row['error']:+7.1%} {row['planned']:9.3f}s {row['planned_error']:+7.1%} "
+            f"{'-' if row['ratio'] is None else format(row['ratio'], '.3f'):>14}"
         )
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": rows}, indent=1))
@@ -155,7 +156,7 @@ def predict(budgets: list[str], measured: dict[str, float], traces: Path) -> lis
                 "measured": measured[budget],
                 "error": found.step_s / measured[budget] - 1,
                 "disk_rate": machine.disk_read,
-                "ratio": 0.0 if link is None else link.ratio,
+                "ratio": None if link is None else link.ratio,
             }
         )
     return rows

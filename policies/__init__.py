@@ -5,6 +5,7 @@ simulated without either.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from tiermem.policies import plugin
 from tiermem.policies.base import Eviction, Prefetch
@@ -45,13 +46,14 @@ __all__ = [
 _EVICTIONS: dict[str, Callable[[], Eviction]] = {"lru": LRU, "belady": Belady, "plan": Farthest}
 
 
-def eviction(name: str) -> Eviction:
+def eviction(name: str, undisturbed: plugin.Undisturbed = nullcontext) -> Eviction:
     """A new policy for one tier: "lru", "belady" or, beside a plan, "plan"; or a class of somebody's, "module:Class".
 
-    Raises ValueError for another name, or a class that can't be had.
+    ``undisturbed``: the contexts in which somebody's class is asked, see `plugin.load`. Raises ValueError for another
+    name, or a class that can't be had.
     """
     if ":" in name:
-        return plugin.load(name)()
+        return plugin.load(name, undisturbed)()
     if name not in _EVICTIONS:
         raise ValueError(f"{name!r} is no eviction policy; there are {', '.join(_EVICTIONS)}")
     return _EVICTIONS[name]()

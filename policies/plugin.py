@@ -1,25 +1,34 @@
 """Eviction policies of users: a class named as `module:Class`, which can choose badly and break nothing.
 
 What it says is checked here: pages that aren't resident, or are named twice, are passed over, and those it leaves out
-come last. If it raises, least recently used takes its place for the rest of the run. Either is told once, by the name
-of the class.
+come last. If it raises, or names nothing else for long, least recently used takes its place for the rest of the run.
+Either is told once, by the name of the class. What it draws from random number generators, training doesn't notice.
 """
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tiermem.policies.base import Eviction
 from tiermem.policies.lru import LRU
 from tiermem.policies.schedule import NEVER, Cursor
 
+MAX_STRANGERS = 1000
+"""Answers in one order that name no page to go, beyond one for each that is resident, from where it is given up."""
 METHODS = ("follow", "used", "admitted", "removed", "order", "next_use")
+END = object()
+Undisturbed = Callable[[], AbstractContextManager[None]]
 log = logging.getLogger("tiermem")
 
 
-def load(name: str) -> Callable[[], Eviction]:
-    """The class that `module:Class` names, made safe. Raises ValueError when it can't be had or lacks a method."""
+def load(name: str, undisturbed: Undisturbed = nullcontext) -> Callable[[], Eviction]:
+    """The class that `module:Class` names, made safe. Raises ValueError when it can't be had or lacks a method.
+
+    ``undisturbed`` makes the contexts in which it is asked: what it changes of the process is put back after them.
+    """
     module, _, attribute = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -30,20 +39,30 @@ def load(name: str) -> Callable[[], Eviction]:
     missing = [method for method in METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise ValueError(f"{name!r} lacks {', '.join(missing)}: see tiermem.policies.Eviction")
-    return lambda: Guarded(name, found)
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ValueError(f"{name!r} can't be made without arguments: {error}") from error
+    except ValueError:
+        pass  # a class of C, which doesn't tell
+    return lambda: Guarded(name, found, undisturbed)
 
 
 class Guarded:
     """Somebody's policy, with its answers checked."""
 
-    def __init__(self, name: str, make: Callable[[], Eviction]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Eviction], undisturbed: Undisturbed = nullcontext
+    ) -> None:
         self.name = name
+        self._undisturbed = undisturbed
         self.failed = False
         self._resident = LRU()  # what is really there, and what takes over
         self._told = False
         self._policy: Eviction = self._resident
         try:
-            self._policy = make()
+            with undisturbed():
+                self._policy = make()
         except Exception as error:
             self._give_up(error)
 
@@ -65,14 +84,24 @@ class Guarded:
     def order(self) -> Iterator[int]:
         left = dict.fromkeys(self._resident.order())
         if not self.failed:
+            strangers = len(left) + MAX_STRANGERS
             try:
-                for page in self._policy.order():
-                    if page in left:
+                with self._undisturbed():
+                    answers = iter(self._policy.order())
+                while True:
+                    with self._undisturbed():
+                        page: object = next(answers, END)
+                    if page is END:
+                        break
+                    if isinstance(page, int) and page in left:
                         del left[page]
                         yield page
-                    else:
-                        self._note(
-                            f"named page {page!r}, which isn't resident, or named it twice: passed over"
+                        continue
+                    self._note(f"named page {page!r}, which isn't resident, or named it twice: passed over")
+                    strangers -= 1
+                    if not strangers:
+                        raise ValueError(
+                            "its order names nothing but pages that aren't resident, or named already"
                         )
             except Exception as error:
                 self._give_up(error)
@@ -86,7 +115,8 @@ class Guarded:
     def next_use(self, page: int) -> int:
         if not self.failed:
             try:
-                position: object = self._policy.next_use(page)
+                with self._undisturbed():
+                    position: object = self._policy.next_use(page)
                 if isinstance(position, int):
                     return position
                 self._note(
@@ -100,7 +130,8 @@ class Guarded:
         if self.failed:
             return
         try:
-            what(self._policy)
+            with self._undisturbed():
+                what(self._policy)
         except Exception as error:
             self._give_up(error)
 

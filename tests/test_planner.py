@@ -87,6 +87,8 @@ def test_fields_that_are_missing_are_named(tmp_path: Path) -> None:
         ({**GPT2, "n_embd": "wide"}, "n_embd: read 'wide'"),
         ({"model_type": "mamba"}, "'mamba' is of no family"),
         ({**LLAMA_3_70B, "num_local_experts": 8}, "has experts"),
+        ({**LLAMA_3_70B, "num_key_value_heads": 3}, "not divisible by num_key_value_heads 3"),
+        ({**LLAMA_3_70B, "num_hidden_layers": 10**12}, "from 1 to 10,000"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -370,6 +372,14 @@ def test_what_does_not_fit_exits_with_one(run: Any, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_a_host_budget_above_what_the_machine_has_does_not_fit(run: Any) -> None:
+    asked = (*SIZES, "--ram", "1GiB", "--nvme", "1TB@3GB/s", "--no-advice", "--sequence", 64, "--json")
+    assert run(*asked, "--host-budget", "100MiB").exit_code == 0
+    result = run(*asked, "--host-budget", "100MiB", "--batch", 10_000)
+    assert result.exit_code == 1, result.output
+    assert "the machine has 1.00 GiB" in json.loads(result.stdout)["reason"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -382,6 +392,12 @@ def test_what_does_not_fit_exits_with_one(run: Any, tmp_path: Path) -> None:
         ((*SIZES, "--ram", "1GiB", "--gpu", "Voodoo"), "RTX 4090"),
         ((*SIZES, "--ram", "1GiB", "--ranks", 8, "--out", "policy.toml"), "one process"),
         ((*SIZES, "--ram", "1GiB", "--batch", 0), "--batch"),
+        ((*SIZES, "--ram", "1GiB", "--accumulation", 10**6), "up to 1024"),
+        ((*SIZES, "--ram", "1GiB", "--pcie", "5GB/s"), "no device with memory of its own"),
+        ((*SIZES, "--ram", "1GiB", "--path", "."), "with --here alone"),
+        ((*SIZES, "--ram", "1GiB", "--commits", 3), "with --durability alone"),
+        (("--params", "1000000000T", "--layers", 2, "--ram", "1GiB"), "--params"),
+        (("--params", "1B", "--layers", 10**6, "--ram", "1GiB"), "--layers"),
     ],
 )
 def test_what_is_refused(run: Any, tmp_path: Path, monkeypatch: Any, arguments: Any, message: str) -> None:

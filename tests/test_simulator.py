@@ -22,7 +22,7 @@ from tiermem.policies.demand import demand
 from tiermem.policies.simulate import simulate as count
 from tiermem.policies.timeline import Link
 from tiermem.recut import recut
-from tiermem.simulator import POLICIES, Machine, as_recorded, moved, simulate
+from tiermem.simulator import POLICIES, LinkUse, Machine, as_recorded, moved, simulate
 from tiermem.trace.errors import TraceError
 from tiermem.trace.reader import TraceFile
 from tiermem.trace.recorded import Recorded, recorded
@@ -86,6 +86,7 @@ def test_what_a_run_moved_is_not_below_the_bound(
 ) -> None:
     link = moved(step)
     assert link is not None
+    assert link.ratio is not None
     assert link.ratio >= 1
     read, written = run[2]["nbytes_read_from_disk"], run[2]["nbytes_written_to_disk"]
     assert link.read + link.written == pytest.approx(read + written, rel=0.25)
@@ -95,7 +96,7 @@ def test_what_a_run_moved_is_not_below_the_bound(
 def test_more_memory_moves_less_and_a_faster_disk_waits_less(step: Recorded, policy: str) -> None:
     machine = replace(as_recorded(step), policy=policy)
     tight = simulate(step, machine)
-    assert tight.links["disk"].ratio >= 1
+    assert (tight.links["disk"].ratio or 0) >= 1
     assert tight.step_s >= tight.compute_s
     everything = simulate(step, replace(machine, host=1 << 30))
     assert everything.links["disk"].read == everything.links["disk"].written == 0
@@ -107,7 +108,7 @@ def test_more_memory_moves_less_and_a_faster_disk_waits_less(step: Recorded, pol
 
 def test_a_device_has_a_link_of_its_own(step: Recorded) -> None:
     found = simulate(step, replace(as_recorded(step), device=256 << 10))
-    assert found.links["device"].ratio >= 1
+    assert (found.links["device"].ratio or 0) >= 1
     assert found.links["device"].read > 0
 
 
@@ -141,6 +142,14 @@ def test_the_commands(run: tuple[Path, Schedule, dict[str, float]], tmp_path: Pa
     assert text.count("<circle") == 2  # the point, and the one that explains it
     assert runner.invoke(app, ["simulate", file, "--pcie", "fast"]).exit_code != 0
     assert runner.invoke(app, ["simulate", file, "--out", str(picture)]).exit_code != 0
+    for options, message in (
+        (["--pcie", "5GB/s"], "no device with memory of its own"),
+        (["--sweep", "host", "--host", "1MiB"], "leave --host out"),
+        (["--sweep", "host", "--out", str(tmp_path / "s.png")], "has to end in .svg"),
+    ):
+        refused = runner.invoke(app, ["simulate", file, *options])
+        assert refused.exit_code == 2
+        assert message in refused.stderr.replace("\n", " ")
 
 
 def test_a_step_is_cut_again_as_another_budget_cuts_it(tmp_path: Path) -> None:
@@ -200,6 +209,43 @@ def _uses(step: Recorded) -> list[tuple[object, ...]]:
         )
         for access, pages, each in zip(schedule.accesses, schedule.pages, schedule.effects, strict=True)
     ]
+
+
+def test_steps_that_were_never_the_schedule_still_say_what_accesses_compute(tmp_path: Path) -> None:
+    # One batch and two in turns: each step is recognised, and none is followed by its like.
+    file = tmp_path / "t.trace"
+    policy = {
+        "device": {"kind": "cpu"}, "host": {"budget": 1 << 20}, "disk": {"paths": [tmp_path]},
+        "trace": {"file": file}, "policy": {"units": ["*"]},
+    }  # fmt: skip
+    layers = [nn.Linear(128, 128) for _ in range(8)]
+    with tiermem.TieredModule(nn.Sequential(*layers), policy) as model:
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        for number in range(6):
+            order = torch.randperm(8, generator=torch.Generator().manual_seed(number)).tolist()
+            x = torch.randn(256, 128)
+            for index in order:
+                x = model.module[index](x)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with TraceFile(file) as trace:
+        step = recorded(trace)
+    assert not step.alike
+    assert step.num_steps > 0
+    assert moved(step) is None
+    assert all(each > 0 for each in step.seconds)
+    found = simulate(step, as_recorded(step))
+    assert 0.3 * step.step_s < found.step_s < 3 * step.step_s
+    result = CliRunner().invoke(app, ["simulate", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "no recorded step was wholly the schedule" in result.stderr
+
+
+def test_bytes_that_nothing_demands_have_no_ratio() -> None:
+    assert LinkUse(0, 0, 0, 0.0).ratio == 1
+    assert LinkUse(1, 0, 0, 0.0).ratio is None
+    assert LinkUse(2, 4, 3, 0.0).ratio == 2
 
 
 def test_a_trace_without_a_schedule_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,16 @@ def capture() -> dict[str, Any]:
         name, keys, *rest = numpy.random.get_state(legacy=True)
         states["numpy"] = (str(name), torch.tensor(keys.tolist()), *rest)
     return states
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever is drawn in this context, what is drawn after it is what would have been."""
+    states = capture()
+    try:
+        yield
+    finally:
+        restore(states)
 
 
 def restore(states: dict[str, Any]) -> None:

@@ -301,8 +301,8 @@ class Room:
             f"the {page.kind.name.lower()} page of unit {page.unit}",
             f"of {tier.slab.nbytes} bytes, {pinned_nbytes} are pinned by {len(pinned)} pages in use or seen by tensors "
             f"that you hold, {stuck_nbytes} may not leave by [placement]; let go of such tensors, or raise the budget "
-            "(torch's own optimizers and torch.nn.utils functions hold all parameters or gradients at once: "
-            "tiermem.trainer.AdamW and model.clip_grad_norm_ go page by page)",
+            "(torch.autograd.grad of parameters, torch's own optimizers and torch.nn.utils functions hold all of them, "
+            "or all gradients, at once: backward(), tiermem.trainer.AdamW and model.clip_grad_norm_ go page by page)",
         )
 
     def store(self, page: Page) -> None:

@@ -40,8 +40,9 @@ from tiermem.pager import Pager
 from tiermem.parallel import ALONE as APART
 from tiermem.parallel import find_parallel
 from tiermem.partition import ALONE
-from tiermem.policies import Ahead, eviction, prefetch
+from tiermem.policies import Ahead, Eviction, eviction, prefetch
 from tiermem.quota import Quota
+from tiermem.randomness import undisturbed
 from tiermem.ranks import Peers, Ranks, scratch_nbytes
 from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run, units_of
 from tiermem.steps import Steps
@@ -123,7 +124,7 @@ class Runtime:
     def _build(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
         config, unified = self.config, self.device.unified
         try:
-            eviction(config.policy.eviction)
+            self._eviction()
         except ValueError as error:
             raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
@@ -151,7 +152,7 @@ class Runtime:
         if device_capacity is not None:
             parameters = sum(page.nbytes for page in self.table if page.kind is Kind.PARAMETER)
             memory = self.device.allocate(min(device_capacity, parameters))
-            device_tier = Tier("device", memory, eviction(config.policy.eviction))
+            device_tier = Tier("device", memory, self._eviction())
             stack.callback(device_tier.close)
         arena = self._arena(capacity, total)
         host = self._host("host", min(capacity - arena, total + self._spare()), stack)
@@ -185,10 +186,6 @@ class Runtime:
             self.ranks = join_ranks(self.peers, self.partition, self.units, transfers, config)
             stack.callback(self.ranks.close)  # before what they exchange is closed
             self.ranks.interrupted = lambda: self.door.interrupted
-        try:
-            eviction(config.policy.eviction)
-        except ValueError as error:
-            raise ConfigError(f"policy.eviction: {error}") from error
         named = {"plan": Reason.PLAN, "belady": Reason.BELADY, "lru": Reason.LRU}
         reason = named.get(config.policy.eviction, Reason.PLUGIN)
         moving = paging or not unified or self.partition.shards_parameters
@@ -406,9 +403,13 @@ class Runtime:
                 self.notes.append(f"host frames: {pinning}")
             else:
                 stack.callback(self.device.unpin, memory)
-        host = Tier(name, memory, eviction(self.config.policy.eviction))
+        host = Tier(name, memory, self._eviction())
         stack.callback(host.close)
         return host
+
+    def _eviction(self) -> Eviction:
+        """A new policy of those that the policy file names. Raises ValueError where there is no such."""
+        return eviction(self.config.policy.eviction, undisturbed)
 
     def _prefetch(self, capacity: int) -> Any:
         ahead = self.config.policy.lookahead

@@ -7,7 +7,7 @@ plan that a run would follow, or of an eviction policy without one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiermem.errors import BudgetError
@@ -23,7 +23,7 @@ POLICIES = ("plan", "lru", "belady")
 LATENCY = 5e-5
 """Seconds that each transfer takes on top of its bytes."""
 COMMON_PCIE = 25e9
-FITS = (2e7, 2e10)
+FITS = (1e5, 1e11)
 """Rates between which that of the recorded step is looked for."""
 
 
@@ -39,6 +39,7 @@ class Machine:
     pcie: float = COMMON_PCIE
     compute: float = 1.0
     policy: str = "plan"
+    prefetch: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class LinkUse:
     busy_s: float
 
     @property
-    def ratio(self) -> float:
-        """Bytes moved / bound; 1 where nothing has to be moved and nothing is."""
-        return (self.read + self.written) / self.bound if self.bound else 1.0
+    def ratio(self) -> float | None:
+        """Bytes moved / bound; 1 where nothing has to be moved and nothing is, None where something is all the same."""
+        moved = self.read + self.written
+        return moved / self.bound if self.bound else None if moved else 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,13 @@ def simulate(
         room = _room("device", machine.device, above, recorded, fixed)
         if "device" not in plans:
             plans["device"] = compile_plan(
-                above, recorded.sizes, room, fixed=fixed, seconds=seconds, movable=False
+                above,
+                recorded.sizes,
+                room,
+                fixed=fixed,
+                seconds=seconds,
+                movable=False,
+                ahead=_ahead(machine),
             )
         plan = plans["device"]
         lines.append(play(plan, recorded.sizes, seconds, Link(machine.pcie, machine.pcie, LATENCY, effort)))
@@ -127,7 +135,7 @@ def simulate(
 
 def moved(recorded: Recorded) -> LinkUse | None:
     """What the recorded run itself moved over its disk's link in a step; None where no step is known whole."""
-    if not recorded.num_steps:
+    if not recorded.alike:
         return None
     up, down = (round(recorded.moved.get(name, 0.0)) for name in ("disk->host", "host->disk"))
     both = recorded.budgets["host"] + recorded.budgets.get("device", 0)
@@ -153,7 +161,13 @@ def _on_disk(
     if machine.policy == "plan":
         if "host" not in plans:  # as a run makes it, which doesn't know the link either
             plans["host"] = compile_plan(
-                schedule, recorded.sizes, room, fixed=fixed, stuck=stuck, seconds=seconds
+                schedule,
+                recorded.sizes,
+                room,
+                fixed=fixed,
+                stuck=stuck,
+                seconds=seconds,
+                ahead=_ahead(machine),
             )
         plan = plans["host"]
         return play(plan, recorded.sizes, seconds, disk), plan.loaded, plan.written
@@ -164,11 +178,16 @@ def _on_disk(
         eviction(machine.policy),
         seconds=seconds,
         link=disk,
-        ahead=Ahead(64, machine.host // 2),
+        ahead=Ahead(64, machine.host // 2) if machine.prefetch else Ahead(0, 0),
         fixed=fixed,
         stuck=stuck,
     )
     return found.timeline, found.loaded, found.written
+
+
+def _ahead(machine: Machine) -> Ahead:
+    """How far ahead a plan fetches."""
+    return Ahead() if machine.prefetch else Ahead(accesses=0)
 
 
 def _room(tier: str, budget: int, schedule: Schedule, recorded: Recorded, fixed: frozenset[int]) -> int:
@@ -197,20 +216,18 @@ def as_recorded(recorded: Recorded) -> Machine:
     device = recorded.budgets.get("device")
     policy = recorded.policy if recorded.policy in POLICIES else "plan"
     pcie = recorded.rates.get("host->device", COMMON_PCIE)
-    machine = Machine(recorded.budgets["host"], device, pcie=pcie, policy=policy)
+    machine = Machine(recorded.budgets["host"], device, pcie=pcie, policy=policy, prefetch=recorded.prefetch)
     rate = fitted_rate(recorded, machine)
-    return Machine(machine.host, device, rate, rate, pcie, policy=policy)
+    return replace(machine, disk_read=rate, disk_write=rate)
 
 
 def fitted_rate(recorded: Recorded, machine: Machine) -> float:
     """The disk's bytes per second at which the step on ``machine`` takes what the recorded one took."""
     low, high = FITS
-    if not recorded.num_steps:
-        return Machine(0).disk_read
     plans: dict[str, Plan] = {}
-    for _ in range(20):
+    for _ in range(24):
         middle = (low * high) ** 0.5
-        at = Machine(machine.host, machine.device, middle, middle, machine.pcie, policy=machine.policy)
+        at = replace(machine, disk_read=middle, disk_write=middle)
         if simulate(recorded, at, bounds=False, plans=plans).step_s > recorded.step_s:
             low = middle
         else:

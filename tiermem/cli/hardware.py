@@ -33,6 +33,10 @@ def machine_of(
     from tiermem.planner import Hardware, process_nbytes
     from tiermem.policies.timeline import Link
 
+    if folder is not None and not here:
+        raise ConfigError("--path: a folder is measured with --here alone")
+    if pcie is not None and gpu is None and not here:
+        raise ConfigError("--pcie: there is no device with memory of its own; give --gpu, or leave it out")
     if ram is None and not here:
         raise ConfigError("the machine's memory isn't known: give --ram, or --here for this machine")
     if tflops is not None and not tflops > 0:

@@ -96,6 +96,8 @@ def plan(
                 f"--out: a policy file is written for one process, and --ranks {ranks} asks for a forecast of several; "
                 "write it without --ranks, and add [ranks] (docs/distributed.md)"
             )
+    if commits != 1 and durability == "off":
+        raise ConfigError(f"--commits: read {commits}; commits are kept with --durability alone")
     lifetime = rates.size("--endurance", endurance.strip().removesuffix("W")) if endurance else None
     model = _model(params, layers, width, vocabulary, heads, config, object)
     training = Training(batch, sequence, precision.value, accumulation, checkpointing, durability, commits)
@@ -107,7 +109,7 @@ def plan(
     found = forecast(model, hardware, training, drafts)
     changes = try_changes(found, drafts) if advice else []
     if out is not None and found.fits:
-        _write(out, found)
+        _write(out, found, path)
     assumed = [*model.assumed, *assumed, *_assumptions(found)]
     if json:
         print_json(_json(found, changes, assumed, lifetime, out))
@@ -173,16 +175,16 @@ def _assumptions(found: Forecast) -> list[str]:
     return said
 
 
-def _write(out: Path, found: Forecast) -> None:
+def _write(out: Path, found: Forecast, folder: Path | None) -> None:
     from tiermem.config import Config
 
-    text = Config(**found.policy()).to_toml()
+    text = Config(**found.policy([folder.absolute()] if folder is not None else [])).to_toml()
     training = found.training
     head = (
         f"# Planned for {found.model.name}, {found.model.num_parameters:,} parameters: batch {training.batch}, "
         f"sequence {training.sequence}, {training.precision}.\n"
     )
-    if found.disk_nbytes:
+    if found.disk_nbytes and folder is None:
         head += (
             "# [disk] paths isn't set: pages go where the policy file's documentation says, without any.\n"
         )
@@ -236,7 +238,7 @@ def _rows(found: Forecast, lifetime: int | None) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"{tier} budget",
-                f"{format_bytes(nbytes)}; {format_bytes(found.smallest[tier])} is the smallest",
+                f"{format_bytes(nbytes)}; pages of this size need {format_bytes(found.smallest[tier])} at once",
             )
         )
     rows += [

@@ -63,8 +63,20 @@ def simulate(
 
     if sweep is None and (out is not None or measured):
         raise ConfigError("--out and --measured draw a sweep; they need --sweep host")
+    if sweep is not None and host is not None:
+        raise ConfigError("--host and --sweep host: a sweep goes through all host budgets; leave --host out")
+    if out is not None and out.suffix != ".svg":
+        raise ConfigError(
+            f"--out: read {printable(str(out))}; the picture is an SVG, and its name has to end in .svg"
+        )
     recorded = _read(file)
     machine = as_recorded(recorded)
+    if pcie is not None and device is None and machine.device is None:
+        raise ConfigError(
+            "--pcie: the run had no device with memory of its own; give --device, or leave it out"
+        )
+    if not json:
+        _note(recorded, machine)
     given: dict[str, Any] = {
         "host": _size("--host", host),
         "device": _size("--device", device),
@@ -83,7 +95,12 @@ def simulate(
         raise ConfigError(f"this step can't be simulated: {error}") from error
     if json:
         data = found.to_json()
-        data["recorded"] = {"step_s": recorded.step_s, "num_steps": recorded.num_steps}
+        data["recorded"] = {
+            "step_s": recorded.step_s,
+            "num_steps": recorded.num_steps,
+            "alike": recorded.alike,
+            "policy": recorded.policy,
+        }
         print_json(data)
         return
     _print(found, recorded)
@@ -94,7 +111,24 @@ def _read(file: Path) -> Recorded:
     from tiermem.trace.recorded import recorded
 
     with TraceFile(file) as trace:
+        if trace.damage:
+            typer.echo(f"tiermem: {printable(str(file))}: {printable(trace.damage)}", err=True)
         return recorded(trace)
+
+
+def _note(recorded: Recorded, machine: Machine) -> None:
+    """Say what of the run is not in the figures."""
+    if not recorded.alike:
+        typer.echo(
+            "tiermem: no recorded step was wholly the schedule that is simulated: what its accesses compute is taken "
+            f"from the same ones in {recorded.num_steps} other steps",
+            err=True,
+        )
+    if recorded.policy != machine.policy:
+        typer.echo(
+            f"tiermem: the run's policy, {printable(recorded.policy)}, can't be simulated: {machine.policy} is",
+            err=True,
+        )
 
 
 def _size(option: str, written: str | None, suffix: str = "") -> int | None:
@@ -136,8 +170,7 @@ def _print(found: Simulated, recorded: Recorded) -> None:
     for cause, seconds in found.stalls_s.items():
         table.add_row(f"waiting {cause}", format_seconds(seconds))
     table.add_row("the step", format_seconds(found.step_s), style="bold")
-    if recorded.num_steps:
-        table.add_row("the recorded step", format_seconds(recorded.step_s))
+    table.add_row("the recorded step", format_seconds(recorded.step_s))
     console.print(table)
     links = Table(title="Bytes in a step", title_justify="left", title_style="bold")
     for column in ("link", "up", "down", "bound", "moved / bound", "busy"):
@@ -148,7 +181,7 @@ def _print(found: Simulated, recorded: Recorded) -> None:
             format_bytes(link.read),
             format_bytes(link.written),
             format_bytes(link.bound),
-            f"{link.ratio:.3f}",
+            "-" if link.ratio is None else f"{link.ratio:.3f}",
             format_seconds(link.busy_s),
         )
     console.print(links)

@@ -55,7 +55,8 @@ def summary(
     if moved is not None:
         console.print(
             f"a step moves {format_bytes(moved['nbytes'])} between disk and host; no order of moves takes less than "
-            f"{format_bytes(moved['bound'])}: moved / bound {moved['ratio']:.3f}",
+            f"{format_bytes(moved['bound'])}: moved / bound "
+            + ("-" if moved["ratio"] is None else f"{moved['ratio']:.3f}"),
             highlight=False,
         )
 

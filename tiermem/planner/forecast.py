@@ -285,6 +285,16 @@ def forecast(model: Model, hardware: Hardware, training: Training, drafts: Draft
     peak = (
         hardware.process_nbytes + min(host, total) + (activations + gradient if unified else CUDA_HOST_NBYTES)
     )
+    if hardware.host_budget is not None and peak > hardware.ram_nbytes:
+        return refused(
+            f"the process would take {format_bytes(peak)}, of which pages are {format_bytes(min(host, total))} and "
+            f"activations {format_bytes(activations)}, and the machine has {format_bytes(hardware.ram_nbytes)}: a "
+            "smaller host budget, a smaller batch or checkpointing takes less",
+            needs,
+        )
+    if not paging:
+        for places in state.values():
+            places["always on host"] = places["nbytes"]
     return Forecast(
         model, hardware, training, True, "", budgets, needs, activations, peak, on_disk, state,
         sum(seconds) + effort + sum(waits.values()), compute, update, effort, waits, carried, busy, len(units),

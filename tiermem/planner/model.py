@@ -20,6 +20,8 @@ from tiermem.errors import ConfigError
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 WIDTH_STEP = 128
 HEAD_WIDTH = 128
+MAX_PARAMETERS, MAX_LAYERS, MAX_SIZE = 10**14, 10_000, 10**7
+"""What is planned for at most. Each layer is made, without memory."""
 VOCABULARY = 32_000
 """Of a model given by sizes, where nobody says: that of Llama 2."""
 
@@ -122,9 +124,14 @@ def from_sizes(
     left. Raises ConfigError where the sizes contradict each other.
     """
     words = VOCABULARY if vocabulary is None else vocabulary
-    for name, value in (("--params", parameters), ("--layers", layers), ("--vocabulary", words)):
-        if value < 1:
-            raise ConfigError(f"{name}: read {value}; allowed are numbers from 1 up")
+    for name, value, most in (
+        ("--params", parameters, MAX_PARAMETERS),
+        ("--layers", layers, MAX_LAYERS),
+        ("--vocabulary", words, MAX_SIZE),
+        ("--width", WIDTH_STEP if width is None else width, MAX_SIZE),
+    ):
+        if not 1 <= value <= most:
+            raise ConfigError(f"{name}: read {value:,}; allowed are numbers from 1 to {most:,}")
     if width is None:
         exact = (math.sqrt(words * words + 12 * layers * parameters) - words) / (12 * layers)
         width = max(1, round(exact / WIDTH_STEP)) * WIDTH_STEP if exact > WIDTH_STEP else max(1, round(exact))
@@ -136,8 +143,8 @@ def from_sizes(
             f"MLPs of {layers} layers: give a smaller --width or --vocabulary"
         )
     heads = max(1, width // HEAD_WIDTH) if heads is None else heads
-    if heads < 1:
-        raise ConfigError(f"--heads: read {heads}; allowed are numbers from 1 up")
+    if heads < 1 or width % heads:
+        raise ConfigError(f"--heads: read {heads}; allowed are numbers that divide the width of {width:,}")
     shape = Decoder(layers, width, width, width, inner, False, words, heads)
     with torch.device("meta"):
         net = _Net(shape)
@@ -195,9 +202,10 @@ class _Fields:
         """The whole number above 0 of that name."""
         value = self.read.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        most = MAX_LAYERS if name in ("n_layer", "num_hidden_layers") else MAX_SIZE
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ConfigError(
-                f"{name}: read {value!r}; allowed are whole numbers from 1 up", source=self.source
+                f"{name}: read {value!r}; allowed are whole numbers from 1 to {most:,}", source=self.source
             )
         return value
 
@@ -238,12 +246,20 @@ def _llama(fields: _Fields, kind: str) -> Model:
             f"hidden_size {width} is not divisible by num_attention_heads {heads}, and there is no head_dim",
             source=fields.source,
         )
-    each = fields.size("head_dim", max(1, width // heads))
+    each, kv_heads = (
+        fields.size("head_dim", max(1, width // heads)),
+        fields.size("num_key_value_heads", heads),
+    )
+    if heads % kv_heads:
+        raise ConfigError(
+            f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}",
+            source=fields.source,
+        )
     shape = Decoder(
         fields.size("num_hidden_layers"),
         width,
         heads * each,
-        fields.size("num_key_value_heads", heads) * each,
+        kv_heads * each,
         fields.size("intermediate_size"),
         True,
         fields.size("vocab_size"),

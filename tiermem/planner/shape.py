@@ -22,6 +22,7 @@ ALLOCATOR = 1.08
 """Bytes that activations take of the process for each of their own: what malloc leaves unused between tensors. Measured
 on the cpu with glibc; a device's allocator is taken to be alike."""
 
+MAX_ACCUMULATION = 1024
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -46,6 +47,11 @@ class Training:
         for name in ("batch", "sequence", "accumulation"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name}: read {getattr(self, name)}; allowed are numbers from 1 up")
+        if self.accumulation > MAX_ACCUMULATION:
+            raise ConfigError(
+                f"--accumulation: read {self.accumulation}; allowed are numbers up to {MAX_ACCUMULATION}, since each "
+                "pass is gone through"
+            )
         if self.precision not in PRECISIONS:
             raise ConfigError(f'--precision: read "{self.precision}"; allowed is {" or ".join(PRECISIONS)}')
         Config.load({"durability": {"mode": self.durability, "commits": self.commits}})

@@ -62,8 +62,13 @@ class Recorded:
     step_s: float
     """From its first access on; the median."""
     num_steps: int
+    alike: bool
+    """Were these steps this schedule? Otherwise what an access computes is taken from the same unit's in other steps,
+    with the effort of its transfers."""
     policy: str
     """What chose the victims, as the policy file names it."""
+    prefetch: bool
+    """Was anything fetched before it was needed?"""
     part_numel: int = 0
     """The most elements of a part of optimizer state; 0 where the trace doesn't say."""
     beside: int = 0
@@ -147,16 +152,24 @@ def _measured(
         moves.append((_shared(edges, transfers["start"]) + _shared(edges, ends)) / 2)
         took.append(stop - start)
         begin, end = begin or start, stop
-    seconds, effort = np.zeros(len(schedule)), Effort()
-    if rows:
+    if not len(steps):
+        raise TraceError(
+            f"{trace.path} has a schedule and no step after it, so nothing says how long accesses take: record one more"
+        )
+    effort, alike = Effort(), bool(rows)
+    if alike:
         seconds, counts = np.median(rows, axis=0), np.median(moves, axis=0)
         effort = _effort(seconds - np.median(arithmetic, axis=0), counts, schedule)
         seconds = np.maximum(0.0, seconds - counts * effort.transfer)
         # Medians of parts add up to less than the median of the whole: what is rare belongs to no part.
         whole = float(np.median(np.sum(rows, axis=1) - np.sum(moves, axis=1) * effort.transfer))
         seconds *= max(0.0, whole) / seconds.sum() if seconds.any() else 1.0
+    else:
+        seconds = _nearly(steps, requests, stalls, schedule)
+        begin, end = int(steps["start"][0]), int(steps["start"][-1] + steps["duration"][-1])
+        took = steps["duration"].tolist()
     steady = transfers[(transfers["start"] >= begin) & (transfers["start"] < end)]
-    moved, rates = _links(steady, max(1, len(rows)))
+    moved, rates = _links(steady, len(took))
     policy = _policy(trace)
     part_numel, unused = _cut(trace)
     return Recorded(
@@ -170,12 +183,55 @@ def _measured(
         budgets=trace.budgets,
         moved=moved,
         rates=rates,
-        step_s=float(np.median(took)) / 1e9 if took else 0.0,
-        num_steps=len(rows),
+        step_s=float(np.median(took)) / 1e9,
+        num_steps=len(took),
+        alike=alike,
         policy=policy.policy.eviction,
+        prefetch=policy.policy.prefetch != "none",
         part_numel=part_numel,
         beside=unused,
     )
+
+
+def _nearly(steps: Records, requests: Records, stalls: Records, schedule: Schedule) -> Any:
+    """Nanoseconds that each access computes, where no step was the schedule: medians over accesses that were the same.
+
+    The same are those of one unit and phase in the same turn; of an access that no step had, any of its unit and phase.
+    """
+    turns: dict[tuple[int, int], list[int]] = {}  # the positions of one unit's accesses of a phase
+    for position, access in enumerate(schedule.accesses):
+        turns.setdefault((access.unit, access.phase.value), []).append(position)
+    sets = [frozenset(pages) for pages in schedule.pages]
+    found: list[list[float]] = [[] for _ in sets]
+    for step in steps:
+        start, stop = int(step["start"]), int(step["start"] + step["duration"])
+        begins: list[int] = []
+        positions: list[int | None] = []
+        used: dict[tuple[int, int], int] = {}
+        last: tuple[int, int] | None = None
+        seen: set[int] = set()
+        here = requests[(requests["start"] >= start) & (requests["start"] < stop)]
+        for at, _, _, unit, page, _, _, _, _, phase, _ in here.tolist():
+            key, now = (unit, phase), positions[-1] if positions else None
+            if key == last and page not in seen and (now is None or page in sets[now]):
+                seen.add(page)
+                continue
+            last, seen = key, {page}
+            turn = used[key] = used.get(key, -1) + 1
+            known = turns.get(key, [])
+            begins.append(at)
+            positions.append(known[turn] if turn < len(known) and page in sets[known[turn]] else None)
+        edges = np.array([*begins, stop])
+        computed = np.maximum(0.0, np.diff(edges) - _shared(edges, stalls["start"], stalls["duration"]))
+        for place, each in zip(positions, computed.tolist(), strict=True):
+            if place is not None:
+                found[place].append(each)
+    seconds = np.zeros(len(sets))
+    for known in turns.values():
+        some = [each for place in known for each in found[place]]
+        for place in known:
+            seconds[place] = np.median(found[place] or some or [0.0])
+    return seconds
 
 
 def _shared(edges: Any, at: Any, amounts: Any = None) -> Any:
