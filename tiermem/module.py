@@ -24,6 +24,7 @@ from tiermem.config import Config
 from tiermem.device import Device
 from tiermem.eager import eager
 from tiermem.errors import ConfigError, PagingError
+from tiermem.figures import figures
 from tiermem.planner.explanation import Explanation, Laps, explain
 from tiermem.resume import Resume
 from tiermem.runtime import Runtime
@@ -442,7 +443,7 @@ class TieredModule(nn.Module):
         bytes; ``peak_saved`` that graphs held at one time, and ``peak_in_memory``, what of it was in memory outside of
         the ``arena``.
         """
-        return self._runtime.stats()
+        return figures(self._runtime)
 
     def explain(self) -> Explanation:
         """What the plans foretell of a step beside what the last steps were: bytes, seconds, stalls, the bottleneck.

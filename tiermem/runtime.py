@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from time import perf_counter_ns as now
 from typing import Any
@@ -19,10 +18,12 @@ from tiermem.activations import Activations
 from tiermem.adopt import Adoption
 from tiermem.aio import Buffer, Checksums, Queue, open_queue
 from tiermem.aio.memory import look
+from tiermem.choices import ahead_of, eviction_of, prefetch_of
 from tiermem.commits import Commits
 from tiermem.config import Config, Size
 from tiermem.config import Tier as TierName
 from tiermem.cutting import cut_in_tiles, describe_tiles, ways_to_cut
+from tiermem.descriptions import facts, infos, pages_of
 from tiermem.device import Device, available_nbytes, open_device
 from tiermem.disk import Disk, free_nbytes, weigh
 from tiermem.door import Door
@@ -34,15 +35,13 @@ from tiermem.layout import LATER
 from tiermem.ledger import Ledger
 from tiermem.limits import measure_limits, rate_of
 from tiermem.membership import join_ranks, local_ranks, meet_peers
-from tiermem.page import ALIGNMENT, Kind, Page, padded
+from tiermem.page import ALIGNMENT, Kind, padded
 from tiermem.pageable import is_compute, nbytes_of_buffers
 from tiermem.pager import Pager
 from tiermem.parallel import ALONE as APART
 from tiermem.parallel import find_parallel
 from tiermem.partition import ALONE
-from tiermem.policies import Ahead, Eviction, eviction, prefetch
 from tiermem.quota import Quota
-from tiermem.randomness import undisturbed
 from tiermem.ranks import Peers, Ranks, scratch_nbytes
 from tiermem.resume import Resume, adopt_pages, describe, mark_damage, open_run, units_of
 from tiermem.steps import Steps
@@ -51,7 +50,7 @@ from tiermem.tier import Tier, trim_memory
 from tiermem.tiling import NOTHING, Tiling
 from tiermem.trace import POOL, AnyTrace, Event, NullTrace, PageInfo, Reason, Trace
 from tiermem.transfer import Transfers
-from tiermem.unit import Group, Unit, build_units
+from tiermem.unit import Unit, build_units
 from tiermem.whole import Whole
 
 log = logging.getLogger("tiermem")
@@ -124,7 +123,7 @@ class Runtime:
     def _build(self, net: nn.Module, stack: contextlib.ExitStack) -> None:
         config, unified = self.config, self.device.unified
         try:
-            self._eviction()
+            eviction_of(config)
         except ValueError as error:
             raise ConfigError(f"policy.eviction: {error}") from error
         dtype = getattr(torch, config.precision.parameters) if config.precision.parameters else None
@@ -152,7 +151,7 @@ class Runtime:
         if device_capacity is not None:
             parameters = sum(page.nbytes for page in self.table if page.kind is Kind.PARAMETER)
             memory = self.device.allocate(min(device_capacity, parameters))
-            device_tier = Tier("device", memory, self._eviction())
+            device_tier = Tier("device", memory, eviction_of(config))
             stack.callback(device_tier.close)
         arena = self._arena(capacity, total)
         host = self._host("host", min(capacity - arena, total + self._spare()), stack)
@@ -189,13 +188,13 @@ class Runtime:
         named = {"plan": Reason.PLAN, "belady": Reason.BELADY, "lru": Reason.LRU}
         reason = named.get(config.policy.eviction, Reason.PLUGIN)
         moving = paging or not unified or self.partition.shards_parameters
-        ahead = self._prefetch(host.slab.nbytes) if moving else None
+        ahead = prefetch_of(config, self.table, host.slab.nbytes) if moving else None
         self.pager = Pager(
             self.table,
             transfers,
             ahead,
             reason,
-            ahead=self._ahead() if moving and reason is Reason.PLAN else None,
+            ahead=ahead_of(config) if moving and reason is Reason.PLAN else None,
         )
         stalls = transfers.counters.stall_ns
         self.steps = Steps(self.pager.follow, self.trace, lambda: sum(stalls.values()))
@@ -313,7 +312,7 @@ class Runtime:
         if self.run is not None:
             partition = self.partition if self.peers is not None else None
             self.layout = describe(self.units, self.table, self.part_numel, partition)
-            for group, page in self._pages():
+            for group, page in pages_of(self.units):
                 # Parameters in slices are what the ranks have: each commits its own.
                 page.durable = page.kind not in GRADIENTS and page.shard is None
                 if page.durable and group.trainable:
@@ -403,38 +402,13 @@ class Runtime:
                 self.notes.append(f"host frames: {pinning}")
             else:
                 stack.callback(self.device.unpin, memory)
-        host = Tier(name, memory, self._eviction())
+        host = Tier(name, memory, eviction_of(self.config))
         stack.callback(host.close)
         return host
-
-    def _eviction(self) -> Eviction:
-        """A new policy of those that the policy file names. Raises ValueError where there is no such."""
-        return eviction(self.config.policy.eviction, undisturbed)
-
-    def _prefetch(self, capacity: int) -> Any:
-        ahead = self.config.policy.lookahead
-        limits: dict[str, Any] = {"accesses": 64, "nbytes": max(1, capacity // 2)}
-        if isinstance(ahead, int):
-            limits = {"accesses": ahead}
-        elif isinstance(ahead, Size):
-            limits = {"nbytes": ahead.resolve(0)}
-        if "nbytes" in limits:
-            limits["size"] = lambda number: self.table[number].nbytes
-        return prefetch(self.config.policy.prefetch, **limits)
-
-    def _ahead(self) -> Ahead:
-        """How far ahead plans fetch."""
-        if self.config.policy.prefetch == "none":
-            return Ahead(accesses=0)
-        ahead = self.config.policy.lookahead
-        if isinstance(ahead, Size):
-            return Ahead(nbytes=ahead.resolve(0))
-        return Ahead(accesses=ahead if isinstance(ahead, int) else None)
 
     def _trace(self, arena: int) -> AnyTrace:
         if self.config.trace.file is None:
             return NullTrace()
-        groups = {page.number: group for group, page in self._pages()}
         meta: dict[str, Any] = {
             "policy": self.config.to_toml(),
             "device": self.device.name,
@@ -450,29 +424,12 @@ class Runtime:
         return Trace.create(
             file,
             units=[unit.name for unit in self.units] + ["(activations)"] * len(pool),
-            pages=[
-                PageInfo(
-                    page.number,
-                    page.unit,
-                    page.kind.name.lower(),
-                    str(page.dtype).removeprefix("torch."),
-                    page.nbytes,
-                    tuple(field.name for field in groups[page.number].fields),
-                )
-                for page in self.table
-            ]
-            + pool,
+            pages=[*sorted(infos(self.units), key=lambda info: info.number), *pool],
             budgets=self.budgets,
             meta=meta,
         )
 
     # -- closing ------------------------------------------------------------------------------------------
-
-    def _pages(self) -> Iterator[tuple[Group, Page]]:
-        for unit in self.units:
-            for group in unit.groups:
-                for page in pages_of(group):
-                    yield group, page
 
     def _undo(self, kind: object, error: object, trace: object) -> None:
         """When opening is broken off after the parameters were taken: give them back."""
@@ -513,7 +470,7 @@ class Runtime:
             self.pager.transfers.drain()
             if self.config.disk.keep and self.disk is not None:
                 self.pager.flush()
-                self.disk.describe((page, facts(page, group)) for group, page in self._pages())
+                self.disk.describe((page, facts(page, group)) for group, page in pages_of(self.units))
             if restore:
                 self.adoption.give_back()
             else:
@@ -539,98 +496,8 @@ class Runtime:
         if self.closed:
             raise PagingError("this TieredModule is closed; use the module that it wrapped, or wrap it again")
 
-    def stats(self) -> dict[str, Any]:
-        """The figures of :meth:`tiermem.TieredModule.stats`."""
-        with self.door:
-            counters = self.pager.counters
-            tiers: dict[str, Any] = {}
-            for tier in (self.pager.device, self.pager.host):
-                if tier is not None:
-                    tiers[tier.name] = {
-                        "budget": self.budgets[tier.name],
-                        "smallest": self.smallest[tier.name],
-                        "in_use": tier.slab.used,
-                        "peak": tier.slab.peak,
-                    }
-            activations = self.hooks.views.activations
-            if activations is not None:
-                tiers["host"]["in_use"] += activations.arena.slab.used
-                tiers["host"]["peak"] += activations.arena.slab.peak
-            used = self.disk.used if self.disk is not None else 0
-            paths = self.disk.stats() if self.disk is not None else {}
-            tiers["disk"] = {"budget": self.budgets["disk"], "in_use": used, "peak": used, "paths": paths}
-            cursor = self.steps.training.cursor
-            ranks: dict[str, Any] = {}
-            if self.ranks is not None:
-                ranks = {
-                    "rank": self.ranks.rank,
-                    "world": self.ranks.world,
-                    "stage": self.partition.stage,
-                    "shards": self.partition.world,
-                    "nbytes_sent": dict(self.ranks.exchange.nbytes_sent),
-                    "nbytes_received": dict(self.ranks.exchange.nbytes_received),
-                    "exchanges": dict(self.ranks.exchange.num),
-                    "seconds": {what: ns / 1e9 for what, ns in counters.collective_ns.items()},
-                }
-            return {
-                "ranks": ranks,
-                "steps": self.steps.number,
-                "tiers": tiers,
-                "state_nbytes": sum(page.nbytes for page in self.table),
-                "tiles": {tiled.name: len(tiled.tiles) for tiled in self.tiling.tiled.values()},
-                "activations": activations.stats() if activations is not None else None,
-                "links": {
-                    "disk_to_host": counters.disk_to_host.by_name(),
-                    "host_to_disk": counters.host_to_disk.by_name(),
-                    "host_to_device": counters.host_to_device.by_name(),
-                    "device_to_host": counters.device_to_host.by_name(),
-                },
-                "nbytes_written_to_disk": counters.host_to_disk.total,
-                "nbytes_read_from_disk": counters.disk_to_host.total,
-                "hits": counters.num_hits,
-                "faults": counters.num_faults,
-                "prefetches": {
-                    "begun": counters.num_prefetches,
-                    "used": counters.num_prefetches_used,
-                    "late": counters.num_prefetches_late,
-                    "wasted": counters.num_prefetches_wasted,
-                },
-                "evictions": counters.num_evictions,
-                "relocations": counters.num_relocations,
-                "failed_transfers": counters.num_failed,
-                "stall_seconds": sum(counters.stall_ns.values()) / 1e9,
-                "stall_seconds_by_cause": {cause: ns / 1e9 for cause, ns in counters.stall_ns.items()},
-                "departures": self.steps.departures,
-                "recognised": self.steps.recognised,
-                "commits": self.commits.stats() if self.commits is not None else None,
-                "schedule_accesses": len(cursor.schedule) if cursor is not None else 0,
-            }
-
     def check(self) -> None:
         """Assert the invariants of all pages and frames (for tests)."""
         with self.door:
             self.pager.room.loans.collect()
             self.table.check(self.pager.host.slab, self.pager.device.slab if self.pager.device else None)
-
-
-def facts(page: Page, group: Group) -> dict[str, Any]:
-    """What a page is, in JSON: kind and dtype, and the tensors in it with their first elements, sizes and strides."""
-    starts = {page.number: part.start for part in group.parts for page in part.pages}
-    starts |= {each.page.number: each.start for stretches in group.states.values() for each in stretches}
-    start = starts.get(page.number, 0)
-    return {
-        "kind": page.kind.name.lower(),
-        "dtype": str(page.dtype).removeprefix("torch."),
-        "blank": page.blank,
-        "tensors": [
-            {"name": f.name, "first": f.offset - start, "size": f.size, "stride": f.stride}
-            for f in group.fields
-        ],
-    }
-
-
-def pages_of(group: Group) -> list[Page]:
-    """All pages of a group."""
-    pages = [group.parameter, *([group.gradient] if group.gradient else [])]
-    pages += [page.shard for page in pages if page.shard is not None]
-    return pages + group.state_pages
