@@ -186,7 +186,8 @@ class Gradients:
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See ``TieredModule.clip_grad_norm_``. The operations are torch's, in its order, so the bits are."""
-        if self._reduction.ranks is not None or self._reduction.parallel:
+        together = self._reduction.ranks is not None and self._reduction.local is None
+        if together or self._reduction.parallel:
             return self._clip_all(parameters, max_norm, norm_type, error_if_nonfinite)
         found: dict[torch.dtype, list[torch.Tensor]] = {}  # norms by the gradients' dtype
         groups: dict[int, Group] = {}

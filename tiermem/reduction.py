@@ -51,6 +51,8 @@ class Reduction:
         self._changes: dict[Group, int] = dict.fromkeys(self._groups, 0)  # of what the gradients are
         self._norms: dict[Group, list[float]] = {}  # of the fields' parts in this rank's slice
         self._wants_norms = False
+        # Who exchanges momenta, so that each rank's gradients stay its own (see tiermem.trainer.compressed).
+        self.local: object | None = None
         self._unsettled = False  # has a backward been since all ranks met?
 
     @property
@@ -227,9 +229,15 @@ class Reduction:
             finally:
                 self._landed(group, shard, changed=True)
             return
+        if self.local is not None and mine == bytes(group.landed):
+            self._reduced.add(group)
+            return
         self._pager.fault([page], Phase.BACKWARD, group.unit)
         try:
             self._fill(group, mine)
+            if self.local is not None:
+                self._reduced.add(group)
+                return
             whole = self._typed(page)
             own = self._slice(whole)
             self._given[group] += 1

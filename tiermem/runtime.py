@@ -387,7 +387,9 @@ class Runtime:
     def _spare(self) -> int:
         """Bytes for an optimizer that keeps more than ours; they take no memory until they are used, unless pinned."""
         return (
-            sum(page.nbytes for page in self.table if page.kind is Kind.EXP_AVG) if self.device.unified else 0
+            2 * sum(page.nbytes for page in self.table if page.kind is Kind.EXP_AVG)
+            if self.device.unified
+            else 0
         )
 
     def _host(self, name: str, nbytes: int, stack: contextlib.ExitStack) -> Tier:

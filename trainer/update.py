@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from tiermem.errors import PagingError
 from tiermem.gradients import given_up
 from tiermem.hooks import Hooks
 from tiermem.page import Page
@@ -71,6 +72,14 @@ class Update:
         Raises TransferError, naming the page, when the disk fails.
         """
         hooks = self.hooks
+        other = hooks.reduction.local
+        if isinstance(other, Update) and other.owner is None:
+            hooks.reduction.local = other = None  # with its optimizer
+        if other not in (None, self):
+            raise PagingError(
+                "another optimizer of this model is a OneBitAdam whose warm-up is over: gradients are each rank's own "
+                "since, and nobody else's; give it all parameters that are trained"
+            )
         self._begin()
         with self._broken_off():
             with hooks.door:

@@ -271,6 +271,16 @@ class Exchange:
             work.wait()
         return [whole]
 
+    # -- scatter -------------------------------------------------------------------------------------------
+
+    def scatter(self, what: str, outgoing: torch.Tensor, incoming: torch.Tensor, tag: int) -> None:
+        """Row r of ``outgoing`` (bytes) goes to rank r, and what that has for this one to row r of ``incoming``."""
+        works = [self._receive(what, other, incoming[other], _tagged(tag, 0)) for other in self._others]
+        works += [self._send(what, other, outgoing[other], _tagged(tag, 0)) for other in self._others]
+        incoming[self.rank].copy_(outgoing[self.rank])
+        for work in works:
+            work.wait()
+
     # -- share --------------------------------------------------------------------------------------------
 
     def share(self, whole: torch.Tensor, bounds: Sequence[tuple[int, int]], tag: int) -> None:

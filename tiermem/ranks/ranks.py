@@ -132,6 +132,14 @@ class Ranks:
         request = Request(f"reduce {key} {number}", term=term)
         return self._join(request, term.page is not None, key, patience)
 
+    def scatter(self, why: str, outgoing: torch.Tensor, incoming: torch.Tensor) -> Request:
+        """Send each rank its row of ``outgoing``, and have the others' for this one in ``incoming`` (bytes)."""
+
+        def run(tag: int, payloads: list[Any]) -> None:
+            self.exchange.scatter(why, outgoing, incoming, tag)
+
+        return self._join(self._numbered(why), None, run)
+
     def share(self, why: str, whole: torch.Tensor, own: tuple[int, int]) -> Request:
         """Fill ``whole`` (one dimension) with the elements that each rank has: this one within ``own``."""
 
