@@ -17,7 +17,7 @@ from tiermem.errors import BudgetError, PagingError, RanksError
 from tiermem.hooks import Hooks
 from tiermem.page import Kind, Page
 from tiermem.policies import Access, Effect, Phase
-from tiermem.ranks import Ranks, Request
+from tiermem.ranks import Ranks, Request, Term
 from tiermem.trace import Event, Reason, Tier
 from tiermem.trainer.kernel import Hyper, Kernel
 from tiermem.trainer.moments import AdamUpdate
@@ -257,7 +257,9 @@ class CompressedUpdate(AdamUpdate):
                     space = layout.space(self._floats(page))
                     self._folds += 1
                     # No page of gradients has such a key.
-                    request = ranks.reduce(-1, self._folds, space.worker, space.worker[slice(*own)], True)
+                    request = ranks.reduce(
+                        -1, self._folds, Term(space.worker, space.worker[slice(*own)], True)
+                    )
                     ranks.wait(request, "the optimizer's errors")
                     if request.returned:
                         raise RanksError("not all ranks ask for the optimizer's state: all of them must")

@@ -138,7 +138,7 @@ class Ranks:
         def run(tag: int, payloads: list[Any]) -> None:
             self.exchange.scatter(why, outgoing, incoming, tag)
 
-        return self._join(self._numbered(why), None, run)
+        return self._join(Request(self._numbered(why), run), None)
 
     def share(self, why: str, whole: torch.Tensor, own: tuple[int, int]) -> Request:
         """Fill ``whole`` (one dimension) with the elements that each rank has: this one within ``own``."""
