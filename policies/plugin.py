@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 from tiermem.policies.base import Eviction
@@ -19,7 +20,8 @@ from tiermem.policies.schedule import NEVER, Cursor
 MAX_STRANGERS = 1000
 """Answers in one order that name no page to go, beyond one for each that is resident, from where it is given up."""
 METHODS = ("follow", "used", "admitted", "removed", "order", "next_use")
-END = object()
+AT_A_TIME = 64
+"""Answers that are asked for at once."""
 Undisturbed = Callable[[], AbstractContextManager[None]]
 log = logging.getLogger("tiermem")
 
@@ -86,13 +88,7 @@ class Guarded:
         if not self.failed:
             strangers = len(left) + MAX_STRANGERS
             try:
-                with self._undisturbed():
-                    answers = iter(self._policy.order())
-                while True:
-                    with self._undisturbed():
-                        page: object = next(answers, END)
-                    if page is END:
-                        break
+                for page in self._answers():
                     if isinstance(page, int) and page in left:
                         del left[page]
                         yield page
@@ -111,6 +107,17 @@ class Guarded:
                         f"left out {len(left)} resident pages, page {next(iter(left))} for one: they go last"
                     )
         yield from list(left)
+
+    def _answers(self) -> Iterator[object]:
+        """The policy's own order, some at a time: whatever it changes of the process is put back after each time."""
+        with self._undisturbed():
+            order = iter(self._policy.order())
+        while True:
+            with self._undisturbed():
+                some = list(islice(order, AT_A_TIME))
+            yield from some
+            if len(some) < AT_A_TIME:
+                return
 
     def next_use(self, page: int) -> int:
         if not self.failed:

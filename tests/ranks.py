@@ -24,7 +24,9 @@ class Started:
     """Rank processes that run. ``results``: what each has returned, or its error as text, by rank, once joined."""
 
     def __init__(self, world: int, function: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported these and done nothing else: that takes seconds, for each rank anew.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "tiermem", "tiermem.trainer"])
         self.folder = Path(tempfile.mkdtemp(prefix="tiermem-ranks-", dir="/var/tmp"))
         port = _free_port()
         self.processes = [

@@ -127,8 +127,8 @@ def fit(
 def on_two(rank: int, world: int, folder: Path) -> dict[str, Any]:
     args = (rank, world)
     return {
-        "adam": fit(*args, folder / "adam", 60, torch.float32, "1MiB", False, 0.0),
-        "one bit": fit(*args, folder / "bit", 60, torch.float32, "1MiB", True, 0.0),
+        "adam": fit(*args, folder / "adam", 44, torch.float32, "1MiB", False, 0.0),
+        "one bit": fit(*args, folder / "bit", 44, torch.float32, "1MiB", True, 0.0),
         "clipped": fit(*args, folder / "clipped", WARMUP + 3, torch.bfloat16, "1MiB", True, 0.1),
         "resumed": resume(rank, folder / "resumed"),
         "refused": refuse(rank, folder / "refused"),

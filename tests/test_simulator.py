@@ -178,7 +178,7 @@ def test_a_step_is_cut_again_as_another_budget_cuts_it(tmp_path: Path) -> None:
         assert sum(found.sizes.values()) == sum(other.sizes.values())
         changed = len(found.schedule) - len(known.schedule)
         assert sum(found.seconds) == pytest.approx(
-            sum(known.seconds) + changed * known.effort.update, rel=0.05
+            sum(known.seconds) + changed * known.effort.update, rel=0.2
         )
 
 
