@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -15,6 +16,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 SECONDS = 200
 """After which a test's ranks are killed: for a machine on which much else runs. It is no part of what is tested."""
@@ -74,6 +77,26 @@ def started(world: int, function: Callable[..., Any], *args: Any) -> Iterator[St
         yield ranks
     finally:
         ranks.close()
+
+
+def once(
+    temporary: pytest.TempPathFactory, world: int, function: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """What ``function`` returns on each rank, without errors. All test processes of one run of pytest share it."""
+    shared = temporary.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    kept = shared / f"{function.__module__}.{function.__qualname__}.{world}.pickle"
+    with open(kept.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            with started(world, function, *args) as ranks:
+                results = ranks.join()
+                for result in results:
+                    assert not isinstance(result, Error | None), f"{result}\n{ranks.log()}"
+            kept.write_bytes(pickle.dumps(results))
+        found: list[Any] = pickle.loads(kept.read_bytes())
+    return found
 
 
 def _run(rank: int, world: int, port: int, folder: str, function: Any, args: Any) -> None:

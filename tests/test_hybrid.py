@@ -11,7 +11,7 @@ import torch
 import tiermem
 from tests.parity import adamw, build, same
 from tests.rank_cases import CASES, Spec, batches, on_ranks, optimizer_of
-from tests.ranks import Error, started
+from tests.ranks import once
 from tests.test_ranks_shares import STEPS, train
 from tiermem.page import Kind
 
@@ -140,12 +140,8 @@ def saved(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def four() -> list[Any]:
-    with started(4, hybrid) as ranks:
-        results = ranks.join()
-        for result in results:
-            assert not isinstance(result, Error | None), f"{result}\n{ranks.log()}"
-    return results
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return once(tmp_path_factory, 4, hybrid)
 
 
 @pytest.mark.parametrize("name", SPECS)

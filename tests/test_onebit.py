@@ -13,7 +13,7 @@ import tiermem
 from tests.conftest import Wrap
 from tests.models import GPT
 from tests.parity import assert_same, snapshot
-from tests.ranks import Error, started
+from tests.ranks import once
 from tiermem.trainer import Adam, OneBitAdam
 from tiermem.trainer.signs import Layout, pack, unpack
 
@@ -198,17 +198,9 @@ def on_four(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return fit(rank, world, folder, WARMUP + 3, torch.bfloat16, "64MiB", True, 0.0)
 
 
-def trained(world: int, function: Any) -> list[Any]:
-    with started(world, function) as ranks:
-        results = ranks.join()
-        for result in results:
-            assert not isinstance(result, Error | None), f"{result}\n{ranks.log()}"
-    return results
-
-
 @pytest.fixture(scope="module")
-def two() -> list[Any]:
-    return trained(2, on_two)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return once(tmp_path_factory, 2, on_two)
 
 
 @pytest.mark.ranks
@@ -253,8 +245,10 @@ def test_what_it_cant_be_used_for_is_refused(two: list[Any]) -> None:
 
 
 @pytest.mark.ranks
-def test_a_thirtieth_of_the_bytes_is_on_the_wire_at_four_ranks() -> None:
-    for each in trained(4, on_four):
+def test_a_thirtieth_of_the_bytes_is_on_the_wire_at_four_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    for each in once(tmp_path_factory, 4, on_four):
         before, after = each["sent"][WARMUP - 1], each["sent"][-1]
         # Each rank sends a slice to each of the three others, twice.
         assert after == {"reduce": 0, "share": 3 * each["rows"], "signs": 3 * each["rows"]}

@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from tests.parallel_cases import MICRO, STEPS, alone, everything
-from tests.ranks import Error, started
+from tests.ranks import once
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def four() -> list[Any]:
-    with started(4, everything) as ranks:
-        results = ranks.join()
-        for result in results:
-            assert not isinstance(result, Error | None), f"{result}\n{ranks.log()}"
-    return results
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return once(tmp_path_factory, 4, everything)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:

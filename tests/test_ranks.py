@@ -9,7 +9,7 @@ import torch
 
 from tests.parity import same
 from tests.rank_cases import Spec, alone, every, halve, look_on_one
-from tests.ranks import Error, started
+from tests.ranks import once
 
 pytestmark = pytest.mark.ranks
 
@@ -57,22 +57,14 @@ FOUR = {
 }
 
 
-def trained(world: int, specs: dict[str, Spec]) -> list[Any]:
-    with started(world, every, specs) as ranks:
-        results = ranks.join()
-        for result in results:
-            assert not isinstance(result, Error | None), f"{result}\n{ranks.log()}"
-    return results
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return once(tmp_path_factory, 2, every, TWO | CLOSE | {"half": HALF})
 
 
 @pytest.fixture(scope="module")
-def two() -> list[Any]:
-    return trained(2, TWO | CLOSE | {"half": HALF})
-
-
-@pytest.fixture(scope="module")
-def four() -> list[Any]:
-    return trained(4, FOUR)
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return once(tmp_path_factory, 4, every, FOUR)
 
 
 def assert_equal(expected: dict[str, Any], results: list[dict[str, Any]]) -> None:

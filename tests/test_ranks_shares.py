@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tiermem
 from tests.parity import adamw, refused
-from tests.ranks import Error, started
+from tests.ranks import once, started
 from tiermem.page import Kind
 from tiermem.trace import Event, Phase, Reason
 from tiermem.trace.reader import TraceFile
@@ -77,19 +77,13 @@ def overlapped(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[Any]:
-    with started(2, shares) as ranks:
-        results = ranks.join()
-        assert not any(isinstance(result, Error | None) for result in results), ranks.log()
-    return results
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return once(tmp_path_factory, 2, shares)
 
 
 @pytest.fixture(scope="module")
-def four() -> list[Any]:
-    with started(4, shares) as ranks:
-        results = ranks.join()
-        assert not any(isinstance(result, Error | None) for result in results), ranks.log()
-    return results
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return once(tmp_path_factory, 4, shares)
 
 
 @pytest.fixture(params=[2, 4])
