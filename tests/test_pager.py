@@ -17,7 +17,8 @@ from tiermem.disk import Disk
 from tiermem.errors import BudgetError, PagingError
 from tiermem.page import ALIGNMENT, Kind, Page, State
 from tiermem.pager import Pager
-from tiermem.policies import Phase, eviction
+from tiermem.policies import Fetch, Phase, eviction
+from tiermem.replay import Replay
 from tiermem.table import PageTable
 from tiermem.tier import Tier
 from tiermem.trace import NullTrace, Reason
@@ -216,6 +217,25 @@ def test_making_room_for_one_may_take_the_next_along(stack: contextlib.ExitStack
         cast.pager.fault([page], Phase.OPTIMIZER, 0)
         assert set(cast.bytes_of(page).tolist()) == {byte}
         cast.pager.unpin([page])
+
+
+def test_a_page_that_a_plan_wants_where_it_is_leaving_stays(
+    stack: contextlib.ExitStack, tmp_path: Path
+) -> None:
+    cast = Cast(stack, tmp_path, host=1)
+    page = cast.page()
+    cast.pager.fault([page], Phase.OPTIMIZER, 0)
+    cast.bytes_of(page).fill_(5)
+    cast.pager.unpin([page], dirty=True)
+    cast.moves.write(page, Reason.PLAN, leaving=True)
+    assert page.host is not None
+    replay = Replay(cast.host, cast.pager.room, cast.table)
+    replay._start(Fetch(page.number, page.host.offset, 1, False, 0), 1)
+    assert not replay.waiting
+    cast.moves.drain()
+    assert set(cast.bytes_of(page).tolist()) == {5}
+    assert cast.moves.counters.disk_to_host.total == 0
+    cast.check()
 
 
 def test_a_page_that_somebody_looks_at_is_not_taken_from_the_device(

@@ -158,8 +158,7 @@ class Replay:
         plan = self.plan
         if plan is None:
             return
-        length = self._length
-        position = self._position()
+        position, length = self._position(), self._length
         if position == self._done and not self._waiting:
             return
         begun = range(max(self._done, position - length), position)
@@ -177,7 +176,7 @@ class Replay:
 
     def _start(self, fetch: Fetch, need: int) -> None:
         there = None if fetch.offset is None else self.tier.slab.at(fetch.offset)
-        if there is not None and there.page.leaving:
+        if there is not None and there.page.leaving and there.page.number != fetch.page:
             self._obstacle = there  # it was in the plan until now, and is being written
         elif self._begin(fetch, False):
             return
